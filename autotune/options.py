@@ -1,0 +1,81 @@
+"""What a person can ask for, and what `check` and `memory` answer: shared by `autotune.fit` and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from autotune.config import Value
+from autotune.records import SCHEMA_VERSION, Ceiling, Record, SearchFacts
+
+Objective = Literal["throughput", "memory"]
+DeviceKind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Everything about a search but the workload. The defaults are those of `autotune.fit` and of `autotune search`."""
+
+    budget_seconds: float = 600.0
+    """Wall clock of the whole search, confirmation included."""
+    trials: int | None = None
+    """At most this many trials; None: as many as the budget allows."""
+    space: str = "default"
+    """The name of a preset, or the path of a space file."""
+    only: tuple[str, ...] = ()
+    """Knobs to move, the others stay at the baseline; empty: all of the space."""
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    """Knob name to the text of the value it must have; the knob parses it."""
+    global_batch_size: int | None = None
+    """Samples of one optimizer step to keep; None: the user's own DataLoader decides."""
+    free_batch: bool = False
+    """Hold no batch, not even that of a DataLoader."""
+    objective: Objective = "throughput"
+    memory_limit_bytes: int | None = None
+    """Tune as if the card (on CPU: the process) had no more than this."""
+    memory_margin: float = 0.05
+    """Share of the memory that a recommended configuration leaves unreserved."""
+    train_samples: int | None = None
+    """Samples of the whole training, to tell hours before and after."""
+    device: DeviceKind | None = None
+    """None: cuda where there is a GPU, else cpu."""
+    study: Path = Path("autotune-study")
+    """Directory of the study, made where it is missing, continued where it is there."""
+    seed: int = 0
+    fresh: bool = False
+    """Start over where the directory holds a study already."""
+    clip_grad_norm: float | None = None
+
+
+class RefusedValue(Record):
+    """A value of a knob that is not tried here."""
+
+    knob: str
+    value: Value | None
+    """None: every value but the baseline."""
+    reason: str
+
+
+class CheckReport(Record):
+    """What `autotune check` found: one step of the user's program was run, nothing was searched."""
+
+    schema_version: int = SCHEMA_VERSION
+    facts: SearchFacts
+    offered: dict[str, tuple[Value, ...]]
+    """Knob name to the values that a search would choose from, the baseline included."""
+    refused: tuple[RefusedValue, ...]
+    estimated_search_seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+class MemoryReport(Record):
+    """What `autotune memory` found: how far the batch goes in each memory class."""
+
+    schema_version: int = SCHEMA_VERSION
+    facts: SearchFacts
+    ceilings: tuple[Ceiling, ...]
+    limit_bytes: int | None
+    """What the processes were allowed: the card's or the machine's memory, or the limit that was asked for."""
+    warnings: tuple[str, ...] = ()

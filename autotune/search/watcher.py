@@ -1,0 +1,62 @@
+"""`SearchWatcher`: what a search tells whoever watches it, while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from autotune.config import Value
+from autotune.records import Phase, Stage, Trial
+
+
+class SearchWatcher(Protocol):
+    """Told of every event in the order in which it happens, from the orchestrator's main thread.
+
+    Called between trials and from within them, so an implementation returns quickly and raises nothing.
+    """
+
+    def stage(self, stage: Stage, detail: str) -> None:
+        """The search entered a stage; `detail` says in a few words what it will do there."""
+
+    def trial_started(self, number: int, config_changes: Mapping[str, Value], stage: Stage) -> None:
+        """A trial begins. `config_changes` holds the knobs that differ from the baseline, empty for the baseline."""
+
+    def phase(self, phase: Phase) -> None:
+        """The running trial or probe entered a phase."""
+
+    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+        """A trial ended, measured or failed. With it the best rate so far, and how many times the baseline's that is."""
+
+    def probe(self, kind: str, text: str) -> None:
+        """A memory or loader probe ended; `text` is one line of what it showed."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know now, in one sentence."""
+
+    def time_left(self, seconds: float) -> None:
+        """What is left of the budget; negative when it is overrun."""
+
+
+class QuietWatcher:
+    """A `SearchWatcher` that keeps silent."""
+
+    def stage(self, stage: Stage, detail: str) -> None:
+        """Silent."""
+
+    def trial_started(self, number: int, config_changes: Mapping[str, Value], stage: Stage) -> None:
+        """Silent."""
+
+    def phase(self, phase: Phase) -> None:
+        """Silent."""
+
+    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+        """Silent."""
+
+    def probe(self, kind: str, text: str) -> None:
+        """Silent."""
+
+    def note(self, text: str) -> None:
+        """Silent."""
+
+    def time_left(self, seconds: float) -> None:
+        """Silent."""
