@@ -1,0 +1,28 @@
+"""Finds, by measuring on the user's own machine, the fastest way to run their PyTorch training step.
+
+The names below are imported when they are first used, so that `import autotune` stays fast and brings in no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotune.api import fit
+    from autotune.result import TuningResult, load
+
+__version__ = "0.1.0"
+__all__ = ["TuningResult", "__version__", "fit", "load"]
+
+_HOMES = {"fit": "autotune.api", "load": "autotune.result", "TuningResult": "autotune.result"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
