@@ -1,0 +1,100 @@
+"""Timing whole steps: blocks between two synchronisations, with the loader in them or on batches that already lie there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autotune.records import Blocks
+from autotune.stats import rate
+from autotune.training.windows import Window
+from autotune.workload import WorkloadError
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def endless(loader: Iterable[Window]) -> Iterator[Window]:
+    """The loader's windows, pass after pass. Raises `WorkloadError` for a pass without one."""
+    while True:
+        empty = True
+        for window in loader:
+            empty = False
+            yield window
+        if empty:
+            raise WorkloadError(
+                "the loader gives not one full optimizer step: the data set holds fewer samples than the batch and "
+                "drop_last is set; use a smaller batch, or drop_last=False"
+            )
+
+
+@dataclass
+class BlockClock:
+    """Collects blocks: whole numbers of steps between two synchronisations."""
+
+    device: torch.device
+    seconds: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def run(self, step: Callable[[], tuple[int, Any]], minimum_seconds: float) -> None:
+        """Adds one block: `step` until `minimum_seconds` have passed. It returns its samples and its weight or None.
+
+        On CUDA steps are only queued, so the host's clock runs ahead of the device; the number of steps of the next
+        block is corrected by what the last block really took.
+        """
+        goal_steps = self._steps_for(minimum_seconds)
+        samples, steps, weight = 0, 0, None
+        synchronize(self.device)
+        start = time.perf_counter()
+        while steps < goal_steps or (self.device.type == "cpu" and time.perf_counter() - start < minimum_seconds):
+            count, step_weight = step()
+            samples += count
+            steps += 1
+            if step_weight is not None:
+                weight = step_weight if weight is None else weight + step_weight
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - start)
+        self.samples.append(samples)
+        self.steps.append(steps)
+        if weight is not None:
+            self.weights.append(float(weight))
+
+    def _steps_for(self, minimum_seconds: float) -> int:
+        if self.device.type == "cpu" or not self.seconds:
+            return 1
+        seconds_per_step = self.seconds[-1] / self.steps[-1]
+        # 5 % more than needed, so that a block is not short of its minimum by a little.
+        return max(1, int(1.05 * minimum_seconds / max(seconds_per_step, 1e-6)) + 1)
+
+    def rates(self) -> list[float]:
+        """Samples per second of each block."""
+        return [count / seconds for count, seconds in zip(self.samples, self.seconds, strict=True)]
+
+    def blocks(self, first: int = 0) -> Blocks:
+        """The raw blocks, from number `first` on."""
+        return Blocks(
+            seconds=tuple(self.seconds[first:]),
+            samples=tuple(self.samples[first:]),
+            steps=tuple(self.steps[first:]),
+            weights=tuple(self.weights[first:]),
+        )
+
+    def forget(self) -> None:
+        """Drops all blocks but keeps the pace of the last, so that the next one has the right length."""
+        for values in (self.seconds, self.samples, self.steps, self.weights):
+            del values[:-1]  # type: ignore[attr-defined]  # each is a list
+
+
+def is_precise(blocks: Blocks, relative_precision: float) -> bool:
+    """Whether the 95 % interval's half-width is at most `relative_precision` of the rate."""
+    value, (low, high) = rate(blocks.samples, blocks.seconds)
+    return (high - low) / 2 <= relative_precision * value

@@ -1,0 +1,194 @@
+"""The user's loader: what can be changed in it, and a loader like it with some arguments changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as _worker_module
+
+from autotune.surgery.batches import byte_count, leading_size, tensors
+from autotune.workload import WorkloadError
+
+DEFAULT_BATCH_SIZE = 32
+"""For a bare data set, as many as that or as it has."""
+
+_WORKER_ONLY = ("prefetch_factor", "timeout", "multiprocessing_context", "persistent_workers")
+
+
+class Counted(NamedTuple):
+    """A collated batch and how many samples went into it.
+
+    A named tuple, because the loader's own pinning passes through it.
+    """
+
+    samples: int
+    data: Any
+
+
+class CountingCollate:
+    """The user's collate function; counts the samples that it was given."""
+
+    def __init__(self, collate: Any, batched: bool) -> None:
+        self.collate = collate
+        self.batched = batched
+
+    def __call__(self, drawn: Any) -> Counted:
+        data = self.collate(drawn)
+        if not self.batched:
+            return Counted(leading_size(data), data)
+        return Counted(len(drawn) if hasattr(drawn, "__len__") else leading_size(data), data)
+
+
+def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:
+    """What `data_fn` returned as a loader, and whether the user chose its batch size.
+
+    Raises `WorkloadError` for anything but a Dataset, an IterableDataset or a DataLoader, and for one without data.
+    """
+    if isinstance(data, DataLoader):
+        _refuse_without_batches(data)
+        return data, True
+    if isinstance(data, IterableDataset):
+        return DataLoader(data, batch_size=DEFAULT_BATCH_SIZE), False
+    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        length = len(data)  # type: ignore[arg-type]  # map-style data sets have a length
+        if length == 0:
+            raise WorkloadError("data_fn returned an empty data set; there is nothing to train on")
+        return DataLoader(data, batch_size=min(DEFAULT_BATCH_SIZE, length), shuffle=True), False
+    if inspect.isgenerator(data) or inspect.isgeneratorfunction(data):
+        raise WorkloadError(
+            "data_fn returned a generator, which can be read only once; return a Dataset, an IterableDataset or a "
+            "DataLoader. To keep the generator, put its body into `class Data(IterableDataset)` as `def __iter__(self)` "
+            "and return `DataLoader(Data(), batch_size=None)` if it yields ready batches"
+        )
+    raise WorkloadError(
+        f"data_fn returned {type(data).__name__}; it must return a Dataset, an IterableDataset or a DataLoader"
+    )
+
+
+def _refuse_without_batches(loader: DataLoader[Any]) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    length = dataset_length(loader)
+    if length == 0:
+        raise WorkloadError("data_fn returned a loader over an empty data set; there is nothing to train on")
+    if length is not None and loader.batch_size and loader.drop_last and length < loader.batch_size:
+        raise WorkloadError(
+            f"data_fn's loader gives no batch at all: {length} samples, batch {loader.batch_size}, drop_last: no batch. "
+            f"Use a batch of at most {length}, or drop_last=False"
+        )
+
+
+def dataset_length(loader: DataLoader[Any]) -> int | None:
+    """Samples in one pass, or None where that is not known; never calls len() of an IterableDataset."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader.sampler) if loader.batch_size else len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def batch_fixed_reason(loader: DataLoader[Any]) -> str | None:
+    """Why the batch size cannot be changed, or None."""
+    if type(loader) is not DataLoader:
+        return f"data_fn returns {type(loader).__name__}, a subclass of DataLoader, which is used as it is"
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return "the loader has batch_size=None: the data set makes the batches"
+    if type(loader.batch_sampler) is not BatchSampler and not isinstance(loader.dataset, IterableDataset):
+        return f"the loader has a batch_sampler of its own ({type(loader.batch_sampler).__name__})"
+    return None
+
+
+def workers_fixed_reason(loader: DataLoader[Any], fresh_datasets: tuple[Any, Any] | None) -> str | None:
+    """Why the number of workers cannot be changed, or None.
+
+    `fresh_datasets`: for an IterableDataset, two fresh copies of it to look whether it shards.
+    """
+    if type(loader) is not DataLoader:
+        return f"data_fn returns {type(loader).__name__}, a subclass of DataLoader, which is used as it is"
+    if fresh_datasets is not None and not _shards(*fresh_datasets):
+        return (
+            "the IterableDataset gives the same samples in every worker: split it by torch.utils.data.get_worker_info()"
+        )
+    return None
+
+
+def _shards(first: Any, second: Any, count: int = 4) -> bool:
+    """Whether two workers of an iterable data set begin with different samples.
+
+    Sets torch's own worker information in this process, which is what `get_worker_info()` reads, however imported.
+    """
+    starts = []
+    saved = get_worker_info()
+    try:
+        for worker_id, dataset in enumerate((first, second)):
+            _worker_module._worker_info = _worker_module.WorkerInfo(  # type: ignore[attr-defined]
+                id=worker_id, num_workers=2, seed=worker_id, dataset=dataset
+            )
+            torch.manual_seed(0)
+            iterator = iter(dataset)
+            starts.append([_signature(sample) for sample, _ in zip(iterator, range(count), strict=False)])
+    finally:
+        _worker_module._worker_info = saved
+    return starts[0] != starts[1]
+
+
+def _signature(sample: Any) -> Any:
+    found = tuple(tuple(tensor.detach().flatten()[:64].tolist()) for tensor in tensors(sample))
+    return found or repr(sample)
+
+
+def sample_bytes(batch: Any, samples: int) -> int:
+    """Bytes of tensors that one sample brings."""
+    return byte_count(batch) // max(1, samples)
+
+
+def counted(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader object, whose batches now arrive as `Counted`."""
+    if not isinstance(loader.collate_fn, CountingCollate):
+        batched = loader.batch_size is not None or loader.batch_sampler is not None
+        loader.collate_fn = CountingCollate(loader.collate_fn, batched)
+    return loader
+
+
+def rebuilt(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[Any]:
+    """A loader like the user's with some arguments changed; the user's own object where nothing differs.
+
+    Data set, collate function, sampler, worker initialisation, generator, timeout and context stay.
+    """
+    differing = {name: value for name, value in changes.items() if getattr(loader, name) != value}
+    if not differing:
+        return loader
+    arguments: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if "batch_size" not in differing and batch_fixed_reason(loader) is not None:
+        if loader.batch_sampler is not None:
+            arguments["batch_sampler"] = loader.batch_sampler
+        else:
+            arguments.update(batch_size=None, sampler=_own_sampler(loader))
+    else:
+        arguments.update(batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=_own_sampler(loader))
+    arguments.update(differing)
+    if arguments["num_workers"] == 0:
+        for name in _WORKER_ONLY:
+            arguments.pop(name)
+    elif arguments["prefetch_factor"] is None:
+        arguments.pop("prefetch_factor")
+    return DataLoader(loader.dataset, **arguments)
+
+
+def _own_sampler(loader: DataLoader[Any]) -> Any:
+    return None if isinstance(loader.dataset, IterableDataset) else loader.sampler

@@ -1,0 +1,241 @@
+"""`Training`: model, optimizer, loader and step, set up by a configuration. What is measured is what the user runs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.config import TrainingConfig, Value
+from autotune.knobs.base import Knob, TrainingParts
+from autotune.knobs.registry import KNOBS
+from autotune.records import Conditions
+from autotune.surgery.batches import to_device
+from autotune.surgery.loaders import as_loader, counted, rebuilt
+from autotune.training.losses import explain_failed_call, loss_function
+from autotune.training.windows import Window, WindowLoader
+from autotune.workload import UserFunctions, WorkloadError
+
+
+class Training:
+    """The user's training step under one configuration.
+
+    `loader` yields windows (the micro-batches of one optimizer step); `step(window)` trains on one and returns its mean
+    loss, detached, on the device. `model` keeps the names of its parameters, so its `state_dict()` loads into the plain
+    model. An empty configuration is the user's program as it stands.
+
+    Built in stage order: process settings, `model_fn()`, device, `optimizer_fn(model)`, `scheduler_fn(optimizer)`,
+    optimizer flags, recomputation, compile, loader. Raises `WorkloadError` where a function of the user's returns
+    something else than it must.
+    """
+
+    def __init__(
+        self,
+        functions: UserFunctions,
+        config: TrainingConfig,
+        conditions: Conditions,
+        *,
+        blocks: tuple[str, ...] = (),
+    ) -> None:
+        device = torch.device(conditions.device)
+        settings = [(knob, config[knob.name]) for knob in KNOBS if knob.name in config]
+        for knob, value in settings:
+            knob.configure_process(value, device)
+        self._uses_loss_fn = functions.loss_fn is not None
+        self._clip_grad_norm = conditions.clip_grad_norm
+        self.last_weight: Any = None
+        """Sum of the last window's loss weights; None where the loss is a mean."""
+        self.parts = TrainingParts(
+            config=config,
+            device=device,
+            global_batch_size=conditions.global_batch_size,
+            model=_made_model(functions).to(device),
+            compute_loss=loss_function(functions.loss_fn),
+            blocks=blocks,
+        )
+        self._apply_to_model(settings, functions)
+        self.loader = self._made_loader(settings, functions)
+        self._contexts = [made for knob, value in settings if (made := knob.step_context(value, self.parts))]
+        self._batch_transforms = [made for knob, value in settings if (made := knob.transform_batch(value, self.parts))]
+        self._loss_transforms = [made for knob, value in settings if (made := knob.backward(value, self.parts))]
+        self._parameters = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, on its device; forwards may be replaced, names never."""
+        return self.parts.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The very object that `optimizer_fn` made."""
+        assert self.parts.optimizer is not None
+        return self.parts.optimizer
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, where the precision needs one."""
+        return self.parts.scaler
+
+    def _apply_to_model(self, settings: list[tuple[Knob, Value]], functions: UserFunctions) -> None:
+        for knob, value in settings:
+            knob.transform_model(value, self.parts)
+        self.parts.optimizer = _made_optimizer(functions, self.parts.model)
+        self.scheduler = _made_scheduler(functions, self.parts.optimizer)
+        for knob, value in settings:
+            knob.set_optimizer(value, self.parts)
+        for knob, value in settings:
+            knob.wrap_model(value, self.parts)
+
+    def _made_loader(self, settings: list[tuple[Knob, Value]], functions: UserFunctions) -> WindowLoader:
+        user_loader, _ = as_loader(functions.data_fn())
+        changes: dict[str, Any] = {}
+        for knob, value in settings:
+            changes.update(knob.loader_kwargs(value, self.parts))
+        return WindowLoader(counted(rebuilt(user_loader, changes)), self.parts.micro_batches_per_step)
+
+    def step(self, window: Window) -> torch.Tensor:
+        """Trains on one window and returns its mean loss (a scalar, detached, on the device; not synchronised)."""
+        loss = self.accumulate(window)
+        self.update()
+        return loss
+
+    def accumulate(self, window: Window) -> torch.Tensor:
+        """Forward and backward of every micro-batch: leaves the gradient of the window's mean loss in the parameters."""
+        samples = sum(micro_batch.samples for micro_batch in window)
+        total: torch.Tensor | None = None
+        total_weight: Any = None
+        for micro_batch in window:
+            batch = to_device(micro_batch.data, self.parts.device, non_blocking=self.parts.non_blocking)
+            for transform in self._batch_transforms:
+                batch = transform(batch)
+            loss, weight = self._forward(batch)
+            share = micro_batch.samples / samples if weight is None else 1.0
+            if share != 1.0:
+                loss = loss * share
+            propagated = loss
+            for transform_loss in self._loss_transforms:
+                propagated = transform_loss(propagated)
+            propagated.backward()
+            # A copy: under CUDA graphs the loss itself is overwritten by the next replay.
+            part = loss.detach().clone()
+            total = part if total is None else total + part
+            if weight is not None:
+                total_weight = weight if total_weight is None else total_weight + weight
+        assert total is not None
+        self.last_weight = total_weight
+        if total_weight is not None:
+            self._divide_gradients(total_weight)
+            total = total / total_weight
+        return total
+
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        if not self._contexts:
+            return self._loss(batch)
+        with ExitStack() as stack:
+            for make_context in self._contexts:
+                stack.enter_context(make_context())
+            return self._loss(batch)
+
+    def _loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        try:
+            result: tuple[torch.Tensor, Any] = self.parts.compute_loss(self.parts.model, batch)
+        except TypeError as error:
+            if self._uses_loss_fn:
+                raise
+            raise explain_failed_call(batch, error) from error
+        return result
+
+    def _divide_gradients(self, weight: Any) -> None:
+        """Sums were propagated: the division comes once, before clipping. Scaled gradients stay scaled."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if isinstance(weight, torch.Tensor):
+            weight = weight.to(self.parts.device)
+        for gradient in gradients:
+            gradient.div_(weight)
+
+    def update(self) -> None:
+        """The optimizer's step with clipping, scaler and scheduler; clears the gradients after it."""
+        scaler = self.parts.scaler
+        if self._clip_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_grad_norm)
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training goes on from: model, optimizer, scheduler and scaler."""
+        state: dict[str, Any] = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a state that `state_dict` gave, also one from another configuration."""
+        self.model.load_state_dict(state["model"])
+        flags = [{name: group.get(name) for name in ("foreach", "fused")} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        # The saved groups bring the other configuration's implementation along; this one's stays.
+        for group, own in zip(self.optimizer.param_groups, flags, strict=True):
+            group.update({name: value for name, value in own.items() if name in group})
+        if self.scheduler is not None and "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def _made_model(functions: UserFunctions) -> nn.Module:
+    model = functions.model_fn()
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
+    parameters = list(model.parameters())
+    lazy = [name for name, module in model.named_modules() if isinstance(module, nn.modules.lazy.LazyModuleMixin)]
+    if lazy and any(nn.parameter.is_lazy(parameter) for parameter in parameters):
+        raise WorkloadError(
+            f"model_fn returned a model with a lazy layer ({lazy[0]}) whose parameters have no shape yet; run one batch "
+            "through the model inside model_fn before returning it"
+        )
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise WorkloadError("model_fn returned a model with no parameter that requires a gradient; nothing to train")
+    return model
+
+
+def _made_optimizer(functions: UserFunctions, model: nn.Module) -> torch.optim.Optimizer:
+    if functions.optimizer_fn is None:
+        return torch.optim.AdamW(model.parameters())
+    optimizer = functions.optimizer_fn(model)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise WorkloadError("optimizer_fn returned LBFGS, whose step needs a closure; that is not supported")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    what = type(optimizer).__name__
+    if isinstance(optimizer, (list, tuple)):
+        what = f"a {what} of {len(optimizer)} ({', '.join(type(item).__name__ for item in optimizer)})"
+    raise WorkloadError(
+        f"optimizer_fn returned {what}; it must return one torch.optim.Optimizer (parameter groups can hold several "
+        "learning rates; several optimizers in one step are not supported)"
+    )
+
+
+def _made_scheduler(functions: UserFunctions, optimizer: torch.optim.Optimizer) -> Any:
+    if functions.scheduler_fn is None:
+        return None
+    scheduler = functions.scheduler_fn(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
+        raise WorkloadError(
+            f"scheduler_fn returned {type(scheduler).__name__}; it must return a learning rate scheduler that is stepped "
+            "once per optimizer step without a metric"
+        )
+    return scheduler

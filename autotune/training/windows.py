@@ -1,0 +1,53 @@
+"""A window: the micro-batches of one optimizer step, drawn from a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from autotune.surgery.batches import leading_size
+from autotune.surgery.loaders import Counted
+
+
+class MicroBatch(NamedTuple):
+    """One batch of the loader and the number of samples drawn for it."""
+
+    samples: int
+    data: Any
+
+
+Window = list[MicroBatch]
+
+
+class WindowLoader:
+    """Iterates over a loader in windows of `micro_batches_per_step` batches.
+
+    The last window of a pass may be shorter; where the user drops incomplete batches, an incomplete window is dropped.
+    `loader` is the DataLoader itself, whose batches arrive as `Counted`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], micro_batches_per_step: int) -> None:
+        self.loader = loader
+        self.micro_batches_per_step = micro_batches_per_step
+
+    def __iter__(self) -> Iterator[Window]:
+        window: Window = []
+        for item in self.loader:
+            if isinstance(item, Counted):
+                window.append(MicroBatch(item.samples, item.data))
+            else:  # a subclass that makes its batches itself
+                window.append(MicroBatch(leading_size(item), item))
+            if len(window) == self.micro_batches_per_step:
+                yield window
+                window = []
+        if window and not self.loader.drop_last:
+            yield window
+
+    def __len__(self) -> int:
+        """Windows in one pass. Raises TypeError where the loader has no length."""
+        batches = len(self.loader)
+        if self.loader.drop_last:
+            return batches // self.micro_batches_per_step
+        return -(-batches // self.micro_batches_per_step)

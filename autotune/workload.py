@@ -1,0 +1,253 @@
+"""`Workload`: what the user handed over, by reference, and how a child process turns it into functions."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from autotune.records import WorkloadReference
+
+ROLES = ("model_fn", "data_fn", "loss_fn", "optimizer_fn", "scheduler_fn")
+REQUIRED_ROLES = ("model_fn", "data_fn")
+MAXIMUM_PICKLE_BYTES = 64 * 2**20
+"""Functions that travel by value with everything they close over; more than this is a data set in a global."""
+
+
+class WorkloadError(ValueError):
+    """The user's functions are missing, cannot be loaded or cannot be sent; the text says what to change.
+
+    `detail` holds the user's own frames where their code raised.
+    """
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class UserFunctions:
+    """The functions themselves, as `Training` uses them."""
+
+    model_fn: Callable[[], Any]
+    data_fn: Callable[[], Any]
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    optimizer_fn: Callable[[Any], Any] | None = None
+    scheduler_fn: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """References to the user's functions. Nothing of theirs is imported in this process.
+
+    `form` is `file` (a path and names), `module` (names as `module:qualified.name`) or `value` (a cloudpickle of a
+    dictionary of functions, only ever sent to our own child).
+    """
+
+    form: str
+    location: str
+    names: dict[str, str] = field(default_factory=dict)
+    payload: bytes | None = None
+    search_path: tuple[str, ...] = ()
+    source_hash: str = ""
+
+    def reference(self) -> WorkloadReference:
+        """The part that a result keeps."""
+        return WorkloadReference(
+            form=self.form,  # type: ignore[arg-type]  # a Literal there, checked by pydantic
+            location=self.location,
+            names=self.names,
+            source_hash=self.source_hash,
+        )
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def workload_from_target(target: str) -> Workload:
+    """A workload from the command line's FILE.py or package.module.
+
+    Reads the file's text, to find out which functions it defines, but does not run it. Raises `WorkloadError`.
+    """
+    if target.endswith(".py") or os.sep in target:
+        path = Path(target)
+        if not path.is_file():
+            raise WorkloadError(f"no such file: {target}")
+        search_path = (str(path.resolve().parent),)
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            spec = importlib.util.find_spec(target)
+        except (ImportError, ValueError):
+            spec = None
+        finally:
+            sys.path.pop(0)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            raise WorkloadError(f"no module named {target!r} here; give a path that ends in .py, or a dotted module name")
+        path = Path(spec.origin)
+        search_path = (os.getcwd(),)
+    source = path.read_text(encoding="utf-8", errors="replace")
+    names = _names_in_source(source, str(target))
+    if target.endswith(".py") or os.sep in target:
+        return Workload("file", str(path.resolve()), names, None, search_path, _hash_text(source))
+    return Workload(
+        "module",
+        target,
+        {role: f"{target}:{name}" for role, name in names.items()},
+        None,
+        search_path,
+        _hash_text(source),
+    )
+
+
+def _names_in_source(source: str, shown: str) -> dict[str, str]:
+    """Roles that the top level of a file defines or imports, without running it."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        line = (error.text or "").rstrip()
+        raise WorkloadError(
+            f"{shown} has a syntax error in line {error.lineno}: {error.msg}",
+            f'  File "{shown}", line {error.lineno}\n    {line.strip()}',
+        ) from None
+    defined: list[str] = []
+    star_import = False
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            defined.append(node.name)
+        elif isinstance(node, ast.Assign):
+            for goal in node.targets:
+                defined.extend(item.id for item in ast.walk(goal) if isinstance(item, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            defined.append(node.target.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                star_import = star_import or alias.name == "*"
+                defined.append(alias.asname or alias.name)
+    missing = [role for role in REQUIRED_ROLES if role not in defined]
+    if missing and not star_import:
+        functions = [
+            node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_"
+        ]
+        found = f"it defines {', '.join(functions)}" if functions else "it defines no functions"
+        raise WorkloadError(
+            f"{shown} does not define {' and '.join(missing)}; {found}. Rename the function, or add a line such as "
+            f"`{missing[0]} = your_function`"
+        )
+    return {role: role for role in ROLES if role in defined or (star_import and role in REQUIRED_ROLES)}
+
+
+def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workload:
+    """A workload from what `autotune.fit` was given.
+
+    Functions that can be imported by name travel by name; those of a script run as `__main__`, of a notebook or of a
+    closure travel by value, and where that fails, the script is imported again by its path. Raises `WorkloadError`.
+    """
+    for role, function in functions.items():
+        if not callable(function):
+            raise WorkloadError(f"{role} must be a function, not {type(function).__name__}")
+    source_hash = _hash_text("\n".join(_source_of(function) for _, function in sorted(functions.items())))
+    search_path = tuple(entry or os.getcwd() for entry in sys.path)
+    if all(_importable(function) for function in functions.values()):
+        names = {role: f"{function.__module__}:{function.__qualname__}" for role, function in functions.items()}
+        return Workload("module", names["model_fn"].split(":")[0], names, None, search_path, source_hash)
+    try:
+        payload = cloudpickle.dumps(functions)
+    except Exception as error:  # user objects raise anything when they are pickled
+        return _workload_from_main_script(functions, search_path, source_hash, f"{type(error).__name__}: {error}")
+    if len(payload) > MAXIMUM_PICKLE_BYTES:
+        size = f"{len(payload) / 2**20:.0f} MiB, more than {MAXIMUM_PICKLE_BYTES // 2**20} MiB"
+        return _workload_from_main_script(functions, search_path, source_hash, f"they and what they refer to take {size}")
+    names = {role: getattr(function, "__name__", role) for role, function in functions.items()}
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Workload("value", main_file or "notebook", names, payload, search_path, source_hash)
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+        if file is not None and Path(file).is_file():
+            return Path(file).read_text(encoding="utf-8", errors="replace")
+        return inspect.getsource(function)
+    except (TypeError, OSError):
+        return repr(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _importable(function: Callable[..., Any]) -> bool:
+    module_name = getattr(function, "__module__", None)
+    qualified = getattr(function, "__qualname__", "")
+    if module_name in (None, "__main__") or "<" in qualified:
+        return False
+    found: Any = sys.modules.get(str(module_name))
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    return found is function
+
+
+def _workload_from_main_script(
+    functions: dict[str, Callable[..., Any]], search_path: tuple[str, ...], source_hash: str, reason: str
+) -> Workload:
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    simple = all("<" not in getattr(f, "__qualname__", "<") and f.__module__ == "__main__" for f in functions.values())
+    guarded = main_file is not None and "__main__" in Path(main_file).read_text(encoding="utf-8", errors="replace")
+    if main_file is None or not simple or not guarded:
+        raise WorkloadError(
+            f"the functions cannot be sent to a trial process ({reason}). Put them into a module and import them, or "
+            "call fit under `if __name__ == \"__main__\":` so that the script can be imported again"
+        )
+    names = {role: function.__qualname__ for role, function in functions.items()}
+    return Workload("file", str(Path(main_file).resolve()), names, None, search_path, source_hash)
+
+
+def load_functions(workload: Workload) -> UserFunctions:
+    """The functions, imported or unpickled in this process. Only a child or `build` calls this.
+
+    Raises `WorkloadError` where the file lacks one; whatever the user's module raises at import passes through.
+    """
+    for entry in reversed(workload.search_path):
+        if entry not in sys.path:
+            sys.path.insert(0, entry)
+    if workload.form == "value":
+        assert workload.payload is not None
+        loaded: dict[str, Callable[..., Any]] = pickle.loads(workload.payload)
+        return UserFunctions(**loaded)
+    if workload.form == "file":
+        module = _import_file(Path(workload.location))
+        return UserFunctions(**{role: _attribute(module, name, workload) for role, name in workload.names.items()})
+    found: dict[str, Any] = {}
+    for role, full_name in workload.names.items():
+        module_name, _, qualified = full_name.partition(":")
+        found[role] = _attribute(importlib.import_module(module_name), qualified, workload)
+    return UserFunctions(**found)
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"autotune_user_{_hash_text(str(path))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, qualified: str, workload: Workload) -> Any:
+    found: Any = module
+    for part in qualified.split("."):
+        if not hasattr(found, part):
+            raise WorkloadError(f"{workload.location} does not define {qualified}")
+        found = getattr(found, part)
+    return found
