@@ -31,7 +31,10 @@ class NoAnswerError(RuntimeError):
 
 
 class SearchInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a search. `result` is the best so far, saved in the study; None where the baseline had not ended."""
+    """Ctrl-C during a search.
+
+    `result` is the best so far, already saved in the study; None where the baseline had not ended.
+    """
 
     def __init__(self, result: TuningResult | None) -> None:
         super().__init__()

@@ -31,16 +31,15 @@ def parse_duration(text: str) -> float:
         match = _DURATION.fullmatch(compact)
         if match is None or not compact:
             raise ValueError(f"{text!r} is not a time; write it as 90s, 10m or 1h30m")
-        seconds = sum(
-            float(number) * scale for number, scale in zip(match.groups(), _SECONDS_PER_UNIT.values(), strict=True) if number
-        )
+        pieces = zip(match.groups(), _SECONDS_PER_UNIT.values(), strict=True)
+        seconds = sum(float(number) * scale for number, scale in pieces if number)
     if seconds <= 0:
         raise ValueError(f"{text!r} is no time at all; write it as 90s, 10m or 1h30m")
     return seconds
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `24GiB` (powers of 1024) or `24GB` (powers of 1000). Raises ValueError, also where the unit is left out."""
+    """Bytes of `24GiB` (powers of 1024) or `24GB` (powers of 1000). Raises ValueError, also for a missing unit."""
     match = _SIZE.fullmatch(text.strip().lower())
     if match is None or match[2] not in _BYTES_PER_UNIT:
         raise ValueError(f"{text!r} is not a size; write it with its unit, as 24GiB, 24GB or 800MiB")

@@ -1,0 +1,75 @@
+"""What a report consists of, before it is decided how it looks: sentences, grids, lines and commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune.config import TrainingConfig, Value
+
+Tone = Literal["plain", "good", "warning", "bad"]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One statement that stands by itself."""
+
+    text: str
+    tone: Tone = "plain"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table. Every row has as many cells as the header; columns in `numeric` are set flush right."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A titled list of sentences, each wrapped to the width."""
+
+    title: str
+    lines: tuple[str, ...]
+    tone: Tone = "plain"
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """A titled list of paths or commands, never wrapped, so that they can be copied."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+Block = Sentence | Grid | Lines | Verbatim
+Document = tuple[Block, ...]
+
+
+def lines_if_any(title: str, lines: tuple[str, ...], tone: Tone = "plain") -> Document:
+    """The lines under their title, or nothing at all where there are none."""
+    return (Lines(title, lines, tone),) if lines else ()
+
+
+def one_line(text: str) -> str:
+    """Foreign text on one line: runs of blanks and line ends become one blank, control characters vanish."""
+    return "".join(character for character in " ".join(text.split()) if character.isprintable())
+
+
+def value_text(value: Value) -> str:
+    """A knob's value as the command line spells it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def settings_text(settings: Mapping[str, Value]) -> str:
+    """Such as `batch_size=64, precision=bf16`; `your settings` where there are none."""
+    return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items()) or "your settings"
+
+
+def changes_text(config: TrainingConfig, baseline: TrainingConfig | None) -> str:
+    """What a configuration changes from the baseline; all of it where the baseline is not known."""
+    return settings_text(config if baseline is None else config.changes_from(baseline))

@@ -1,0 +1,222 @@
+"""What a recommendation says to a person: what to use, how sure, at what price, and what else was seen."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from autotune.config import TrainingConfig
+from autotune.quantities import format_bytes, format_duration, format_error, format_rate, format_ratio
+from autotune.records import Answer, Bottleneck, Ceiling, ParityResult, Recommendation
+from autotune.report.document import (
+    Block,
+    Document,
+    Grid,
+    Lines,
+    Sentence,
+    Verbatim,
+    lines_if_any,
+    settings_text,
+    value_text,
+)
+
+BOTTLENECK_TEXTS: dict[Bottleneck, str] = {
+    "loader": "the loader: the step waits for data",
+    "host": "the host: CPU work inside the step",
+    "launch": "launches: starting many small kernels",
+    "compute": "compute: the device itself",
+    "memory": "memory: what does not fit",
+}
+
+
+def recommendation_document(recommendation: Recommendation, study: Path | None) -> Document:
+    """All of a recommendation. `study` is the directory that holds it; None where it was not read from one."""
+    blocks: list[Block] = [
+        Sentence(recommendation.verdict, "plain" if recommendation.keep else "good"),
+        _comparison(recommendation),
+        Lines("How sure", _certainty(recommendation)),
+        Lines("Trains the same", _parity_lines(recommendation.best.parity, recommendation.keep)),
+        *lines_if_any("Why", _reasons(recommendation)),
+        *lines_if_any("Price", recommendation.best.prices),
+        *_free_batch(recommendation),
+        *ceilings_grid(recommendation.ceilings, recommendation.baseline.config),
+        *lines_if_any("Faster, and not recommended", recommendation.rejected, "warning"),
+        *lines_if_any("Failed trials", _failure_counts(recommendation)),
+        *lines_if_any("Warnings", recommendation.warnings, "warning"),
+        Lines("Measured", _circumstances(recommendation)),
+    ]
+    if study is not None:
+        blocks.append(_next_commands(study))
+    return tuple(blocks)
+
+
+def _comparison(recommendation: Recommendation) -> Grid:
+    if recommendation.keep:
+        return _answer_grid("Your settings", {"yours": recommendation.baseline}, recommendation)
+    answers = {"yours": recommendation.baseline, "recommended": recommendation.best}
+    return _answer_grid("What to use", answers, recommendation)
+
+
+def _answer_grid(title: str, answers: dict[str, Answer], recommendation: Recommendation) -> Grid:
+    """One column for each answer; a row that has nothing to tell in any of them is left out."""
+    samples = recommendation.settings.train_samples
+    last = list(answers.values())[-1]
+    rows = [
+        (name, *(value_text(answer.config[name]) for answer in answers.values()))
+        for name in last.config.changes_from(recommendation.baseline.config)
+    ]
+    measured: list[tuple[str, Callable[[Answer], str | None]]] = [
+        ("samples/s", lambda answer: format_rate(answer.samples_per_second)),
+        ("  95 % interval", lambda answer: " to ".join(format_rate(bound) for bound in answer.interval)),
+        ("loss weight/s (tokens)", lambda answer: _optional(format_rate, answer.weight_per_second)),
+        ("effective batch", lambda answer: f"{answer.effective_batch_size:,}"),
+        (
+            "micro-batch x accumulation",
+            lambda answer: f"{answer.micro_batch_size:,} x {answer.micro_batches_per_step:,}",
+        ),
+        ("peak memory", lambda answer: format_bytes(answer.peak_allocated_bytes)),
+        ("memory reserved", lambda answer: _optional(format_bytes, answer.reserved_bytes)),
+        ("cold compile", _compile_text),
+        (f"hours for {samples or 0:,} samples", lambda answer: _optional(_hours_text, answer.training_hours)),
+    ]
+    for label, text_of in measured:
+        texts = [text_of(answer) for answer in answers.values()]
+        if any(text is not None for text in texts):
+            rows.append((label, *("-" if text is None else text for text in texts)))
+    return Grid(title, ("", *answers), tuple(rows), numeric=frozenset(range(1, len(answers) + 1)))
+
+
+def _optional(format_number: Callable[[float], str], number: float | None) -> str | None:
+    return None if number is None else format_number(number)
+
+
+def _hours_text(hours: float) -> str:
+    return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
+
+
+def _compile_text(answer: Answer) -> str | None:
+    if answer.compile_seconds < 0.5:
+        return None
+    if answer.compile_pays_after_steps is None:
+        return f"{format_duration(answer.compile_seconds)}, never paid"
+    return f"{format_duration(answer.compile_seconds)}, paid after {answer.compile_pays_after_steps:,} steps"
+
+
+def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
+    best = recommendation.best
+    rounds = best.confirmed_rounds
+    low, high = (format_ratio(bound) for bound in best.speedup.interval)
+    ratio = f"{format_ratio(best.speedup.value)} the speed of your settings (95 % interval {low} to {high})"
+    if recommendation.keep:
+        ratio = f"your settings ran at {format_rate(best.samples_per_second)} samples/s"
+    if rounds == 0:
+        return (f"{ratio}; not confirmed: there was no time to measure it again in fresh processes",)
+    times = "once" if rounds == 1 else f"{rounds} times"
+    beside = "" if recommendation.keep else ", in turn with your settings"
+    return (f"{ratio}; measured again {times} in fresh processes{beside}",)
+
+
+def _parity_lines(parity: ParityResult | None, keep: bool) -> tuple[str, ...]:
+    if parity is None:
+        return ("nothing is changed" if keep else "not checked against your step in fp32",)
+    checked = f"{parity.micro_batch_size} x {parity.micro_batches_per_step} samples"
+    lines = [
+        f"{'yes' if parity.passed else 'no'}: {parity.reason}",
+        f"the gradient of one step ({checked}) differs from your fp32 eager one by "
+        f"{format_error(parity.relative_error)}; allowed {format_error(parity.tolerance)}, "
+        f"rounding alone gives {format_error(parity.floor)}",
+    ]
+    if parity.worst_parameter is not None and parity.worst_parameter_error is not None:
+        lines.append(f"largest difference: {format_error(parity.worst_parameter_error)}, in {parity.worst_parameter}")
+    if parity.worst_buffer is not None:
+        lines.append(f"buffers differ by {format_error(parity.buffer_error)} at most, in {parity.worst_buffer}")
+    if parity.missing_gradients:
+        lines.append(f"without a gradient: {', '.join(parity.missing_gradients)}")
+    return (*lines, *parity.notes)
+
+
+def _reasons(recommendation: Recommendation) -> tuple[str, ...]:
+    cause = recommendation.bottleneck
+    held_back = () if cause is None else (f"what holds your step back is {BOTTLENECK_TEXTS[cause]}",)
+    return (*held_back, *recommendation.best.reasons)
+
+
+def _free_batch(recommendation: Recommendation) -> Document:
+    answer = recommendation.free_batch
+    if answer is None:
+        return ()
+    grid = _answer_grid(
+        "Second answer, with the batch free", {"yours": recommendation.baseline, "batch free": answer}, recommendation
+    )
+    speed = (
+        f"{format_ratio(answer.speedup.value)} the speed of your settings "
+        f"(95 % interval {format_ratio(answer.speedup.interval[0])} to {format_ratio(answer.speedup.interval[1])})"
+    )
+    unchecked = () if answer.parity is not None else ("not checked against your step in fp32",)
+    unconfirmed = () if answer.confirmed_rounds else ("not confirmed in fresh processes",)
+    return grid, Lines("Price of the second answer", (speed, *unconfirmed, *unchecked, *answer.prices))
+
+
+def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig | None) -> Document:
+    """How far the batch went in each memory class, and why no further; nothing where no class was probed."""
+    if not ceilings:
+        return ()
+    rows = tuple(
+        (
+            _class_text(ceiling, baseline),
+            "none" if ceiling.largest_batch_size is None else f"{ceiling.largest_batch_size:,}",
+            "-" if ceiling.peak_allocated_bytes is None else format_bytes(ceiling.peak_allocated_bytes),
+            _limit_text(ceiling),
+        )
+        for ceiling in ceilings
+    )
+    header = ("with", "largest batch that ran", "peak memory", "smallest that did not")
+    return (Grid("Memory ceilings", header, rows, numeric=frozenset({1, 2})),)
+
+
+def _class_text(ceiling: Ceiling, baseline: TrainingConfig | None) -> str:
+    return settings_text(
+        {name: value for name, value in ceiling.memory_class.items() if baseline is None or baseline.get(name) != value}
+    )
+
+
+def _limit_text(ceiling: Ceiling) -> str:
+    if ceiling.smallest_failed_batch_size is None:
+        return f"none: {ceiling.stopped_because}"
+    why = ceiling.failure_kind or "ran, but left no margin"
+    return f"{ceiling.smallest_failed_batch_size:,} ({why})"
+
+
+def _failure_counts(recommendation: Recommendation) -> tuple[str, ...]:
+    if not recommendation.failure_counts:
+        return ()
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(recommendation.failure_counts.items()))
+    return (f"of {recommendation.trial_count} trials: {counts}",)
+
+
+def _circumstances(recommendation: Recommendation) -> tuple[str, ...]:
+    machine = recommendation.machine
+    conditions = recommendation.settings.conditions
+    gpu = machine.gpus[0].name if machine.gpus and conditions.device == "cuda" else None
+    device = gpu or f"{machine.cpu_name}, {machine.usable_cores} cores"
+    limit = conditions.memory_limit_bytes
+    return (
+        f"on {device}, torch {machine.torch_version}"
+        + ("" if limit is None else f", memory limited to {format_bytes(limit)}"),
+        f"{recommendation.trial_count} trials in {format_duration(recommendation.search_seconds)}, "
+        f"autotune {recommendation.autotune_version}",
+        *machine.notes,
+    )
+
+
+def _next_commands(study: Path) -> Verbatim:
+    best = shlex.quote(str(study / "best.json"))
+    return Verbatim(
+        f"Kept in {study}; what can be done with it",
+        (
+            f"autotune export {best} --to python",
+            f"autotune show {shlex.quote(str(study))}",
+            f"optuna-dashboard {shlex.quote(f'sqlite:///{study}/study.db')}",
+        ),
+    )

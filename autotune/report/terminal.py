@@ -1,0 +1,174 @@
+"""Reports in colour and the live view of a running search: the only module that knows rich."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from autotune.config import Value
+from autotune.quantities import format_duration, format_rate, format_ratio
+from autotune.records import Phase, Stage, Trial
+from autotune.report.document import Document, Grid, Lines, Sentence, Tone, Verbatim, one_line, settings_text
+from autotune.report.text import wrap
+
+FAILURES_SHOWN = 3
+REDRAWS_PER_SECOND = 4
+WIDEST = 120
+"""Columns beyond which lines are hard to read, however wide the terminal is."""
+TONE_STYLES: dict[Tone, str] = {"plain": "", "good": "bold green", "warning": "yellow", "bad": "bold red"}
+
+
+def show(document: Document, stream: TextIO) -> None:
+    """Prints a document: in colour on a terminal, plain where the output is a file or a pipe."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    width = min(console.width, WIDEST)
+    for number, block in enumerate(document):
+        if number:
+            console.print()
+        match block:
+            case Sentence(text, tone):
+                _print_rows(console, wrap(text, width=width), TONE_STYLES[tone])
+            case Lines(title, lines, tone):
+                _print_rows(console, [title], "bold")
+                _print_rows(
+                    console, [row for line in lines for row in wrap(line, width=width, bullet=True)], TONE_STYLES[tone]
+                )
+            case Verbatim(title, lines):
+                _print_rows(console, [title], "bold")
+                _print_rows(console, [f"  {line}" for line in lines], "cyan")
+            case Grid():
+                console.print(_table(block), width=width)
+
+
+def _print_rows(console: Console, rows: list[str], style: str) -> None:
+    for row in rows:
+        console.print(Text(row, style=style), soft_wrap=True)
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(title=Text(grid.title, "bold") if grid.title else None, title_justify="left", box=SIMPLE_HEAD)
+    for index, name in enumerate(grid.header):
+        table.add_column(Text(name, "bold"), justify="right" if index in grid.numeric else "left", overflow="fold")
+    for row in grid.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+class LiveView:
+    """A `SearchWatcher` that draws where the search is on a terminal, and prints a line per event anywhere else.
+
+    To be used as a context manager. What the user's code says is shown as it is, on one line, never read as markup.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._spinner = Spinner("dots")
+        self._live = Live(
+            get_renderable=self._picture,
+            console=self._console,
+            refresh_per_second=REDRAWS_PER_SECOND,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._stage = "starting"
+        self._running = ""
+        self._phase: Phase | None = None
+        self._best = ""
+        self._finished_count = 0
+        self._failed_count = 0
+        self._failures: deque[str] = deque(maxlen=FAILURES_SHOWN)
+        self._ends_at_seconds: float | None = None
+
+    def __enter__(self) -> LiveView:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def stage(self, stage: Stage, detail: str) -> None:
+        """A new stage: shown until the next one begins."""
+        self._stage = one_line(f"{stage}: {detail}" if detail else stage)
+        self._running, self._phase = "", None
+        left = "" if self._ends_at_seconds is None else f" ({self._left_text()})"
+        self._event(f"stage {self._stage}{left}")
+
+    def trial_started(self, number: int, config_changes: Mapping[str, Value], stage: Stage) -> None:
+        """The trial that runs now."""
+        self._running, self._phase = f"trial {number}: {settings_text(config_changes)}", None
+        self._event(self._running)
+
+    def phase(self, phase: Phase) -> None:
+        """Shown beside the running trial; not worth a line of its own where lines are printed."""
+        self._phase = phase
+
+    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+        """Counts the trial, remembers its failure and the best so far."""
+        self._finished_count += 1
+        self._running, self._phase = "", None
+        if best_samples_per_second is not None:
+            ratio = "" if speedup is None else f", {format_ratio(speedup)} the speed of your settings"
+            self._best = f"best so far {format_rate(best_samples_per_second)} samples/s{ratio}"
+        if trial.failure is not None:
+            self._failed_count += 1
+            failure = one_line(f"trial {trial.number}: {trial.failure.kind}: {trial.failure.message}")
+            self._failures.append(failure)
+            self._event(failure)
+        elif trial.measurement is not None:
+            rate = format_rate(trial.measurement.samples_per_second)
+            self._event("; ".join(filter(None, [f"trial {trial.number}: {rate} samples/s", self._best])))
+
+    def probe(self, kind: str, text: str) -> None:
+        """What a probe showed."""
+        self._event(one_line(f"{kind} probe: {text}"))
+
+    def note(self, text: str) -> None:
+        """Stays on the screen, above what is redrawn."""
+        self._print_line(f"note: {one_line(text)}")
+
+    def time_left(self, seconds: float) -> None:
+        """Counted down from here until the search says again."""
+        self._ends_at_seconds = time.monotonic() + seconds
+
+    def _event(self, line: str) -> None:
+        """Printed where nothing is redrawn."""
+        if not self._console.is_terminal:
+            self._print_line(line)
+
+    def _print_line(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+    def _left_text(self) -> str:
+        assert self._ends_at_seconds is not None
+        left_seconds = self._ends_at_seconds - time.monotonic()
+        return f"{format_duration(round(left_seconds))} left" if left_seconds > 0 else "finishing"
+
+    def _picture(self) -> RenderableType:
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(width=1)
+        head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        head.add_column(justify="right", no_wrap=True)
+        left = "" if self._ends_at_seconds is None else self._left_text()
+        head.add_row(self._spinner, Text(self._stage, "bold"), Text(left, "cyan"))
+        phase = "" if self._phase is None else f" [{self._phase}]"
+        counts = f"{self._finished_count} trials, {self._failed_count} failed"
+        rows = [Text(f"  {self._running}{phase}")] if self._running else []
+        rows += [Text(f"  {self._best}", "green")] if self._best else []
+        rows += [Text(f"  {counts}", "dim"), *(Text(f"  {failure}", "yellow") for failure in self._failures)]
+        for row in rows:
+            row.no_wrap, row.overflow = True, "ellipsis"
+        return Group(head, *rows)
