@@ -1,0 +1,102 @@
+"""`num_workers`: processes that load batches beside the training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, final
+
+from autotune.config import TrainingConfig, Value
+from autotune.knobs.base import CodeLines, Knob, TrainingParts, parse_count
+from autotune.records import SearchFacts
+
+PREFETCH_FACTOR = 2
+"""DataLoader's default: batches that each worker holds ready."""
+LEAST_OFFERED = 4
+FILES_OF_A_PROCESS = 48
+"""What a training process has open before any worker: a rough upper figure for torch without CUDA."""
+FILES_PER_WORKER = 4
+"""Pipes and the sentinel of each worker, in the training process."""
+
+
+@final
+class NumWorkers(Knob):
+    """How many processes the user's DataLoader gets."""
+
+    name = "num_workers"
+    summary = "processes that load batches beside the training; 0 loads between the steps"
+    effect = "exact"
+    stage = "loader"
+    memory = "none"
+    cures = frozenset({"loader"})
+
+    def baseline(self, facts: SearchFacts) -> int:
+        return facts.workload.num_workers
+
+    def choices(self, facts: SearchFacts) -> tuple[int, ...]:
+        """0, 1, 2, 3, 4, 6, 8, 12, ... up to the usable cores, and the user's own number."""
+        if facts.workload.workers_fixed_reason is not None:
+            return (self.baseline(facts),)
+        # On small machines more workers than cores are offered, for loading may be waiting (disk, network) rather than
+        # computing; the measurement decides.
+        most = max(facts.machine.usable_cores, LEAST_OFFERED)
+        grid = [0, *(size for exponent in range(most.bit_length()) for size in (2**exponent, 3 * 2**exponent // 2))]
+        return tuple(sorted({self.baseline(facts), *(count for count in grid if count <= most)}))
+
+    def prior(self, facts: SearchFacts) -> tuple[int, ...]:
+        """Half of the usable cores first: below it workers may starve the step, above it they take its cores."""
+        middle = facts.machine.usable_cores / 2
+        return tuple(sorted(self.choices(facts), key=lambda count: (abs(count - middle), count)))
+
+    def rank(self, value: Value, facts: SearchFacts) -> float:
+        """The user's number is simplest, then the fewest."""
+        return 0.0 if value == self.baseline(facts) else 1.0 + int(value)
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: SearchFacts) -> str | None:
+        workers, workload = int(value), facts.workload
+        if workers == self.baseline(facts):
+            return None
+        if workload.workers_fixed_reason is not None:
+            return f"the number of workers cannot be changed: {workload.workers_fixed_reason}"
+        batch = int(others.get("batch_size", workload.batch_size))
+        needed = PREFETCH_FACTOR * workers * batch * workload.sample_bytes
+        if needed > facts.machine.shared_memory_bytes:
+            return (
+                f"{workers} workers keep {PREFETCH_FACTOR * workers} batches of {batch} samples ready, {_mebibytes(needed)}, "
+                f"and shared memory has {_mebibytes(facts.machine.shared_memory_bytes)}; enlarge /dev/shm or use fewer"
+            )
+        tensors = tensors_in_batch(workload.batch_structure)
+        files = FILES_OF_A_PROCESS + FILES_PER_WORKER * workers + (PREFETCH_FACTOR * workers + 1) * tensors
+        # Refused before it runs: beyond the limit torch's workers may hang without a word.
+        if workers and files > facts.machine.open_files_limit:
+            return (
+                f"{workers} workers with {tensors} tensors a batch need about {files} open files, and the limit is "
+                f"{facts.machine.open_files_limit}; raise it with `ulimit -n` or use fewer"
+            )
+        return None
+
+    def parse(self, text: str) -> Value:
+        return parse_count(self.name, text, 0)
+
+    def export(self, value: Value, config: TrainingConfig, facts: SearchFacts) -> CodeLines:
+        if value == self.baseline(facts):
+            return CodeLines()
+        return CodeLines(loader_arguments={"num_workers": str(int(value))})
+
+    def loader_kwargs(self, value: Value, parts: TrainingParts) -> Mapping[str, Any]:
+        return {"num_workers": int(value)}
+
+
+def tensors_in_batch(batch_structure: str) -> int:
+    """Tensors that a batch is made of, counted roughly from its description; at least 1.
+
+    Each takes a file descriptor while it is in shared memory. A description may leave out members of a long container,
+    hence also the containers' own counts.
+    """
+    shown = batch_structure.count("[")
+    counted = [int(count) for count in re.findall(r"\bof (\d+)", batch_structure)]
+    return max([1, shown, *counted])
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
