@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from autotune.config import Value
+from autotune.config import TrainingConfig, Value
 from autotune.records import SCHEMA_VERSION, Ceiling, Record, SearchFacts
 
 Objective = Literal["throughput", "memory"]
@@ -75,6 +75,7 @@ class MemoryReport(Record):
 
     schema_version: int = SCHEMA_VERSION
     facts: SearchFacts
+    baseline: TrainingConfig
     ceilings: tuple[Ceiling, ...]
     limit_bytes: int | None
     """What the processes were allowed: the card's or the machine's memory, or the limit that was asked for."""

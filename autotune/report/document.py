@@ -8,6 +8,7 @@ from typing import Literal
 
 from autotune.config import TrainingConfig, Value
 
+OWN_SETTINGS = "your settings"
 Tone = Literal["plain", "good", "warning", "bad"]
 
 
@@ -67,7 +68,7 @@ def value_text(value: Value) -> str:
 
 def settings_text(settings: Mapping[str, Value]) -> str:
     """Such as `batch_size=64, precision=bf16`; `your settings` where there are none."""
-    return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items()) or "your settings"
+    return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items()) or OWN_SETTINGS
 
 
 def changes_text(config: TrainingConfig, baseline: TrainingConfig | None) -> str:

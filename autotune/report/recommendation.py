@@ -158,13 +158,13 @@ def _free_batch(recommendation: Recommendation) -> Document:
     return grid, Lines("Price of the second answer", (speed, *unconfirmed, *unchecked, *answer.prices))
 
 
-def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig | None) -> Document:
+def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig) -> Document:
     """How far the batch went in each memory class, and why no further; nothing where no class was probed."""
     if not ceilings:
         return ()
     rows = tuple(
         (
-            _class_text(ceiling, baseline),
+            class_text(ceiling, baseline),
             "none" if ceiling.largest_batch_size is None else f"{ceiling.largest_batch_size:,}",
             "-" if ceiling.peak_allocated_bytes is None else format_bytes(ceiling.peak_allocated_bytes),
             _limit_text(ceiling),
@@ -175,10 +175,9 @@ def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig | None
     return (Grid("Memory ceilings", header, rows, numeric=frozenset({1, 2})),)
 
 
-def _class_text(ceiling: Ceiling, baseline: TrainingConfig | None) -> str:
-    return settings_text(
-        {name: value for name, value in ceiling.memory_class.items() if baseline is None or baseline.get(name) != value}
-    )
+def class_text(ceiling: Ceiling, baseline: TrainingConfig) -> str:
+    """The settings that make the class, those of the user left out."""
+    return settings_text({name: value for name, value in ceiling.memory_class.items() if baseline.get(name) != value})
 
 
 def _limit_text(ceiling: Ceiling) -> str:

@@ -1,0 +1,157 @@
+"""What `check`, `memory`, `knobs` and `spaces` say to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotune.config import Value
+from autotune.options import CheckReport, MemoryReport, RefusedValue
+from autotune.quantities import format_bytes, format_duration
+from autotune.records import MachineFacts, SearchFacts
+from autotune.report.document import OWN_SETTINGS, Document, Grid, Lines, Sentence, lines_if_any, value_text
+from autotune.report.recommendation import ceilings_grid, class_text
+
+EFFECT_TEXTS = {
+    "exact": "same result",
+    "rounding": "rounds differently, checked",
+    "training": "changes the training",
+}
+
+
+@dataclass(frozen=True)
+class KnobLine:
+    """A knob as `autotune knobs` lists it."""
+
+    name: str
+    summary: str
+    effect: str
+    cures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SpaceLine:
+    """A preset as `autotune spaces` lists it."""
+
+    name: str
+    summary: str
+    knobs: tuple[str, ...]
+
+
+def check_document(report: CheckReport) -> Document:
+    """What one step of the user's program showed, and what a search of it would try."""
+    return (
+        Sentence("Your program is understood: one training step of it ran.", "good"),
+        Lines("Your program", _workload_lines(report.facts)),
+        Lines("This machine", _machine_lines(report.facts.machine)),
+        offered_grid(report.offered),
+        *lines_if_any("Not tried here", tuple(_refusal_text(refusal) for refusal in report.refused)),
+        *lines_if_any("Warnings", report.warnings, "warning"),
+        Sentence(f"A search would take about {format_duration(report.estimated_search_seconds)}."),
+    )
+
+
+def offered_grid(offered: dict[str, tuple[Value, ...]]) -> Grid:
+    """The values that a search chooses from."""
+    rows = tuple((name, ", ".join(value_text(value) for value in values)) for name, values in offered.items())
+    return Grid("What a search would try", ("knob", "values"), rows)
+
+
+def _refusal_text(refusal: RefusedValue) -> str:
+    subject = refusal.knob if refusal.value is None else f"{refusal.knob}={value_text(refusal.value)}"
+    return f"{subject}: {refusal.reason}"
+
+
+def _workload_lines(facts: SearchFacts) -> tuple[str, ...]:
+    workload = facts.workload
+    length = "no length" if workload.dataset_length is None else f"{workload.dataset_length:,} samples"
+    batch = f"{workload.batch_size} samples, {workload.batch_structure}"
+    if facts.global_batch_size is None:
+        held = "the batch is free: how many samples an optimizer step takes may change"
+    else:
+        held = f"held: every optimizer step takes {facts.global_batch_size:,} samples, in one or several micro-batches"
+    blocks = (
+        f"{len(workload.blocks)} blocks of {workload.block_class}, {workload.blocks[0]} to {workload.blocks[-1]}"
+        if workload.blocks
+        else "no repeated blocks found"
+    )
+    settings = ", ".join(f"{name}={value_text(value)}" for name, value in workload.process_settings.items())
+    return (
+        f"model: {workload.model_class}, {workload.parameter_count:,} parameters, "
+        f"{workload.trainable_parameter_count:,} trained, {format_bytes(workload.parameter_bytes)}; {blocks}",
+        f"batch: {batch}, {format_bytes(workload.sample_bytes)} a sample",
+        held,
+        f"data: {workload.dataset_kind} data set, {length}, {workload.num_workers} workers"
+        + (", pinned memory" if workload.pin_memory else "")
+        + (", the last batch is dropped" if workload.drop_last else ""),
+        f"optimizer: {workload.optimizer_class}" + (", with a scheduler" if workload.has_scheduler else ""),
+        f"loss: {workload.loss_convention}; the first is {workload.first_loss:.4g}",
+        f"one warm step takes {format_duration(workload.step_seconds)} on {facts.device}",
+        *((f"set by your file: {settings}",) if settings else ()),
+        *workload.notes,
+    )
+
+
+def _machine_lines(machine: MachineFacts) -> tuple[str, ...]:
+    gpus = tuple(
+        f"GPU {gpu.index}: {gpu.name}, {format_bytes(gpu.total_bytes)}, {format_bytes(gpu.used_bytes)} in use"
+        for gpu in machine.gpus
+    )
+    return (
+        *(gpus or ("no GPU seen",)),
+        f"{machine.cpu_name}, {machine.usable_cores} usable cores, "
+        f"{format_bytes(machine.memory_available_bytes)} of {format_bytes(machine.memory_total_bytes)} memory free, "
+        f"{format_bytes(machine.shared_memory_bytes)} in /dev/shm",
+        f"torch {machine.torch_version}, Python {machine.python_version}",
+        *machine.notes,
+    )
+
+
+def memory_document(report: MemoryReport) -> Document:
+    """Does it fit, and how far does the batch go."""
+    slopes = tuple(
+        f"{class_text(ceiling, report.baseline)}: {format_bytes(ceiling.bytes_per_sample)} more for each sample"
+        for ceiling in report.ceilings
+        if ceiling.bytes_per_sample is not None
+    )
+    return (
+        _fit_verdict(report),
+        *ceilings_grid(report.ceilings, report.baseline),
+        *lines_if_any("What a sample takes", slopes),
+        *lines_if_any("Warnings", report.warnings, "warning"),
+    )
+
+
+def _fit_verdict(report: MemoryReport) -> Sentence:
+    """The user's own settings first; where they do not fit, what does."""
+    limit = "" if report.limit_bytes is None else f" within {format_bytes(report.limit_bytes)}"
+    batch = report.facts.workload.batch_size
+    reached = {class_text(ceiling, report.baseline): ceiling.largest_batch_size or 0 for ceiling in report.ceilings}
+    own = reached.get(OWN_SETTINGS, 0)
+    if own >= batch:
+        return Sentence(f"It fits{limit}: your batch is {batch:,}, and with your settings up to {own:,} ran.", "good")
+    failed = f"A batch of {batch:,} does not fit{limit} with your settings"
+    failed += f"; the largest that ran is {own:,}" if own else ""
+    others = {name: largest for name, largest in reached.items() if largest >= batch}
+    if not others:
+        return Sentence(f"{failed}. No other setting that was tried makes room for it.", "bad")
+    ways = "; ".join(f"{name} (up to {largest:,} ran)" for name, largest in others.items())
+    return Sentence(f"{failed}. It fits with {ways}.", "warning")
+
+
+def knobs_document(knobs: Sequence[KnobLine]) -> Document:
+    """What can be moved, and what each costs in exactness."""
+    rows = tuple((knob.name, knob.summary, EFFECT_TEXTS[knob.effect], ", ".join(knob.cures) or "-") for knob in knobs)
+    return (
+        Grid("Knobs", ("name", "what it does", "effect", "helps against"), rows),
+        Sentence("The values that are worth trying depend on your program: autotune check FILE.py lists them."),
+    )
+
+
+def spaces_document(spaces: Sequence[SpaceLine]) -> Document:
+    """The presets that --space takes."""
+    rows = tuple((space.name, space.summary, ", ".join(space.knobs)) for space in spaces)
+    return (
+        Grid("Search spaces", ("name", "what for", "knobs"), rows),
+        Sentence("Use one with --space NAME, or write your own file and name it: --space FILE.toml."),
+    )

@@ -1,0 +1,113 @@
+"""What `autotune show` says: every trial and probe of a study, and why the failed ones failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.config import TrainingConfig
+from autotune.quantities import format_bytes, format_duration, format_rate
+from autotune.records import Failure, Probe, Recommendation, Trial, TrialAnswer
+from autotune.report.document import (
+    Document,
+    Grid,
+    Sentence,
+    Verbatim,
+    changes_text,
+    lines_if_any,
+)
+
+
+def trials_document(
+    trials: Sequence[Trial], probes: Sequence[Probe], recommendation: Recommendation | None, study: Path
+) -> Document:
+    """The whole study, in the order in which it was measured."""
+    if not trials and not probes:
+        return (Sentence(f"{study} holds no trials yet."),)
+    baseline = _baseline(trials, recommendation)
+    failures = [(trial, trial.failure) for trial in trials if trial.failure is not None]
+    outputs = tuple(
+        f"trial {trial.number}: {failure.output_path}" for trial, failure in failures if failure.output_path is not None
+    )
+    details = tuple(line for trial, failure in failures for line in _detail_lines(trial, failure))
+    verdict = (
+        Sentence("No recommendation yet: the search was not finished.", "warning")
+        if recommendation is None
+        else Sentence(recommendation.verdict, "plain" if recommendation.keep else "good")
+    )
+    return (
+        Grid(
+            f"Trials of {study}",
+            ("#", "stage", "changed from your settings", "samples/s", "peak memory", "took"),
+            tuple(_trial_row(trial, baseline) for trial in trials),
+            numeric=frozenset({0, 3, 4, 5}),
+        ),
+        *lines_if_any(
+            "Failed", tuple(_failure_text(trial, failure, baseline) for trial, failure in failures), "warning"
+        ),
+        *((Verbatim("In the user's code", details),) if details else ()),
+        *((Verbatim("What the failed trials printed", outputs),) if outputs else ()),
+        *lines_if_any("Probes", tuple(_probe_text(probe, baseline) for probe in probes)),
+        verdict,
+    )
+
+
+def _baseline(trials: Sequence[Trial], recommendation: Recommendation | None) -> TrainingConfig | None:
+    if recommendation is not None:
+        return recommendation.baseline.config
+    return next((trial.config for trial in trials if trial.stage == "baseline"), None)
+
+
+def _trial_row(trial: Trial, baseline: TrainingConfig | None) -> tuple[str, ...]:
+    rate, peak = "-", "-"
+    if trial.measurement is not None:
+        rate = format_rate(trial.measurement.samples_per_second)
+        peak = format_bytes(trial.measurement.memory.peak_allocated_bytes)
+    if trial.failure is not None:
+        rate = trial.failure.kind
+    stage = trial.stage if trial.round is None else f"{trial.stage} {trial.round + 1}"
+    return (
+        str(trial.number),
+        stage,
+        changes_text(trial.config, baseline),
+        rate,
+        peak,
+        format_duration(trial.seconds),
+    )
+
+
+def _failure_text(trial: Trial, failure: Failure, baseline: TrainingConfig | None) -> str:
+    signal = "" if failure.signal is None else f" ({failure.signal})"
+    return (
+        f"trial {trial.number}, {changes_text(trial.config, baseline)}: "
+        f"{failure.kind}{signal} in {failure.phase}: {failure.message}"
+    )
+
+
+def _detail_lines(trial: Trial, failure: Failure) -> tuple[str, ...]:
+    if not failure.detail:
+        return ()
+    return (f"trial {trial.number}:", *(f"  {line}" for line in failure.detail.splitlines()))
+
+
+def _probe_text(probe: Probe, baseline: TrainingConfig | None) -> str:
+    return f"{probe.kind}, {changes_text(probe.config, baseline)}: {_answer_text(probe.answer)}"
+
+
+def _answer_text(answer: TrialAnswer) -> str:
+    """One line of what a probe showed, whichever payload it has."""
+    if answer.failure is not None:
+        return f"{answer.failure.kind} in {answer.failure.phase}: {answer.failure.message}"
+    if answer.memory is not None:
+        memory = answer.memory
+        fits = "fits" if memory.fits else f"does not fit: {memory.reason}"
+        return f"batch {memory.micro_batch_size:,} takes {format_bytes(memory.memory.peak_allocated_bytes)}, {fits}"
+    if answer.loader is not None:
+        loader = answer.loader
+        return f"{loader.num_workers} workers alone give {format_rate(loader.samples_per_second)} samples/s"
+    if answer.parity is not None:
+        return f"{'trains the same' if answer.parity.passed else 'does not train the same'}: {answer.parity.reason}"
+    if answer.soak is not None:
+        held = "; ".join(answer.soak.findings) or "it held"
+        return f"{answer.soak.steps:,} steps at {format_rate(answer.soak.samples_per_second)} samples/s: {held}"
+    return f"ended after {format_duration(answer.seconds)}"
