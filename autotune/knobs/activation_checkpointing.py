@@ -59,7 +59,7 @@ class ActivationCheckpointing(Knob):
     def wrap_model(self, value: Value, parts: TrainingParts) -> None:
         for name in recomputed(parts.blocks, str(value)):
             block = parts.model.get_submodule(name)
-            block.forward = _recomputing(block)  # type: ignore[method-assign]
+            block.forward = _recomputing(block)
 
 
 def recomputed(blocks: Sequence[str], value: str) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def _recomputing(block: nn.Module) -> Callable[..., Any]:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        ran_before = []
+        ran_before: list[bool] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not norms or torch.compiler.is_compiling():

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import CodeLines, Knob, TrainingParts, parse_count
 from autotune.records import SearchFacts
-
-if TYPE_CHECKING:
-    from autotune.knobs.base import Effect
 
 MOST_CHOICES = 40
 
@@ -19,8 +16,8 @@ MOST_CHOICES = 40
 def micro_batches_per_step(micro_batch_size: int, global_batch_size: int | None) -> int:
     """Micro-batches of one optimizer step.
 
-    A micro-batch of at least the global batch is a step of its own, although a larger one changes what is trained. Raises
-    ValueError where the global batch is no multiple of a smaller micro-batch.
+    A micro-batch of at least the global batch is a step of its own, although a larger one changes what is trained.
+    Raises ValueError where the global batch is no multiple of a smaller micro-batch.
     """
     if global_batch_size is None or micro_batch_size >= global_batch_size:
         return 1
@@ -42,7 +39,7 @@ class BatchSize(Knob):
 
     name = "batch_size"
     summary = "samples in one forward and backward; with a held global batch, gradients are accumulated to reach it"
-    effect: Effect = "exact"
+    effect = "exact"
     stage = "batch"
     memory = "slope"
     cures = frozenset({"launch", "host"})

@@ -62,8 +62,8 @@ class NumWorkers(Knob):
         needed = PREFETCH_FACTOR * workers * batch * workload.sample_bytes
         if needed > facts.machine.shared_memory_bytes:
             return (
-                f"{workers} workers keep {PREFETCH_FACTOR * workers} batches of {batch} samples ready, {_mebibytes(needed)}, "
-                f"and shared memory has {_mebibytes(facts.machine.shared_memory_bytes)}; enlarge /dev/shm or use fewer"
+                f"{workers} workers keep {PREFETCH_FACTOR * workers} batches of {batch} samples ready, "
+                f"{_mebibytes(needed)}, and shared memory has {_mebibytes(facts.machine.shared_memory_bytes)}; enlarge /dev/shm or use fewer"
             )
         tensors = tensors_in_batch(workload.batch_structure)
         files = FILES_OF_A_PROCESS + FILES_PER_WORKER * workers + (PREFETCH_FACTOR * workers + 1) * tensors
@@ -90,12 +90,11 @@ class NumWorkers(Knob):
 def tensors_in_batch(batch_structure: str) -> int:
     """Tensors that a batch is made of, counted roughly from its description; at least 1.
 
-    Each takes a file descriptor while it is in shared memory. A description may leave out members of a long container,
-    hence also the containers' own counts.
+    Each takes a file descriptor while it is in shared memory. Long containers are described by their length alone.
     """
     shown = batch_structure.count("[")
-    counted = [int(count) for count in re.findall(r"\bof (\d+)", batch_structure)]
-    return max([1, shown, *counted])
+    counted = sum(int(count) for count in re.findall(r"\bof (\d+) Tensor", batch_structure))
+    return max(1, shown + counted)
 
 
 def _mebibytes(count: int) -> str:
