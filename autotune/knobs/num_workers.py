@@ -63,7 +63,8 @@ class NumWorkers(Knob):
         if needed > facts.machine.shared_memory_bytes:
             return (
                 f"{workers} workers keep {PREFETCH_FACTOR * workers} batches of {batch} samples ready, "
-                f"{_mebibytes(needed)}, and shared memory has {_mebibytes(facts.machine.shared_memory_bytes)}; enlarge /dev/shm or use fewer"
+                f"{_mebibytes(needed)}, and shared memory has {_mebibytes(facts.machine.shared_memory_bytes)}; "
+                "enlarge /dev/shm or use fewer"
             )
         tensors = tensors_in_batch(workload.batch_structure)
         files = FILES_OF_A_PROCESS + FILES_PER_WORKER * workers + (PREFETCH_FACTOR * workers + 1) * tensors

@@ -1,0 +1,152 @@
+"""Finds the repeated blocks of a model: those whose recomputation would lower the memory peak of a step most."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autotune.surgery.batches import tensors
+
+ABOUT_EQUAL = 1.1
+"""Estimated peaks within this factor count as equal; the outer class is then taken: fewer calls, larger graphs."""
+
+Storages = dict[int, int]
+"""Address of a storage to its bytes: what shares memory counts once."""
+
+
+class Blocks(NamedTuple):
+    """Modules of one class that are worth recomputing or compiling one by one, in the order in which they run."""
+
+    class_name: str
+    names: tuple[str, ...]
+
+
+NO_BLOCKS = Blocks("", ())
+
+
+@dataclass
+class _Record:
+    """What one module saved for backward (its children included) and what it was given."""
+
+    module: nn.Module
+    saved: Storages = field(default_factory=dict)
+    inputs: Storages = field(default_factory=dict)
+
+
+class _Candidate(NamedTuple):
+    names: tuple[str, ...]
+    peak_bytes: int
+
+
+def find_blocks(model: nn.Module, run_step: Callable[[], Any]) -> Blocks:
+    """The repeated blocks of `model`, or `NO_BLOCKS`.
+
+    `run_step` runs the forward and the loss of one batch, in training mode. A class qualifies that holds other modules
+    and of which at least two instances ran, the whole model and instances inside instances not counted. Of these the
+    class wins whose recomputation leaves the lowest peak: what is saved outside the blocks, the blocks' inputs, and the
+    one block that is being recomputed. Parameters and buffers count for nothing, since they stay anyway.
+    """
+    names = {id(module): name for name, module in reversed(list(model.named_modules())) if name}
+    records = _watch(model, names, run_step)
+    by_class: dict[type[nn.Module], list[str]] = defaultdict(list)
+    for name, record in records.items():
+        if any(True for _ in record.module.children()):
+            by_class[type(record.module)].append(name)
+    everything = _merged(record.saved for record in records.values())
+    found = [
+        _Candidate(tuple(outermost), _peak_if_recomputed([records[name] for name in outermost], everything))
+        for instances in by_class.values()
+        if len(outermost := _outermost(instances)) >= 2
+    ]
+    worthwhile = [candidate for candidate in found if candidate.peak_bytes < sum(everything.values())]
+    if not worthwhile:
+        return NO_BLOCKS
+    best = min(worthwhile, key=lambda candidate: candidate.peak_bytes)
+    about_as_good = [candidate for candidate in worthwhile if candidate.peak_bytes <= ABOUT_EQUAL * best.peak_bytes]
+    for candidate in about_as_good:
+        if _encloses(candidate.names, best.names):
+            best = candidate
+    return Blocks(type(records[best.names[0]].module).__name__, best.names)
+
+
+def _watch(model: nn.Module, names: dict[int, str], run_step: Callable[[], Any]) -> dict[str, _Record]:
+    """Runs a step and returns what each module that ran saved, by name, in the order in which they began."""
+    kept = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    records: dict[str, _Record] = {}
+    running: list[_Record] = []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        record = records.setdefault(names[id(module)], _Record(module))
+        for tensor in tensors((args, kwargs)):
+            _add(record.inputs, tensor, kept)
+        running.append(record)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        for record in running:
+            _add(record.saved, tensor, kept)
+        return tensor
+
+    watched = [module for module in model.modules() if id(module) in names]
+    with _hooked(watched, begin, end), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        run_step()
+    return records
+
+
+@contextmanager
+def _hooked(modules: list[nn.Module], begin: Callable[..., None], end: Callable[..., None]) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True) for module in modules]
+    # always_call: a module that raises, and whose caller goes on, must not stay on the stack.
+    handles += [module.register_forward_hook(end, always_call=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add(storages: Storages, tensor: torch.Tensor, kept: set[int]) -> None:
+    """Counts a tensor's storage unless it belongs to a parameter or buffer.
+
+    The graph keeps every saved tensor alive until the step ends, so no address is used twice meanwhile.
+    """
+    address = _address(tensor)
+    if address not in kept:
+        storages[address] = tensor.untyped_storage().nbytes()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _merged(parts: Any) -> Storages:
+    merged: Storages = {}
+    for part in parts:
+        merged.update(part)
+    return merged
+
+
+def _outermost(names: list[str]) -> list[str]:
+    """Without those that lie inside another of them."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _encloses(outer: tuple[str, ...], inner: tuple[str, ...]) -> bool:
+    return all(any(name.startswith(f"{other}.") for other in outer) for name in inner)
+
+
+def _peak_if_recomputed(blocks: list[_Record], everything: Storages) -> int:
+    """Bytes kept at the worst moment of the backward pass, if each of the blocks were recomputed."""
+    covered = _merged(block.saved for block in blocks)
+    inputs = _merged(block.inputs for block in blocks)
+    outside = {address: size for address, size in everything.items() if address not in covered} | inputs
+    largest = max(sum(size for address, size in block.saved.items() if address not in outside) for block in blocks)
+    return sum(outside.values()) + largest
