@@ -16,6 +16,9 @@ from autotune.surgery.batches import tensors
 ABOUT_EQUAL = 1.1
 """Estimated peaks within this factor count as equal; the outer class is then taken: fewer calls, larger graphs."""
 
+LEAST_SHARE = 0.1
+"""Blocks save at least this share of what all modules save for backward; less is a detail of the model."""
+
 Storages = dict[int, int]
 """Address of a storage to its bytes: what shares memory counts once."""
 
@@ -41,6 +44,7 @@ class _Record:
 
 class _Candidate(NamedTuple):
     names: tuple[str, ...]
+    saved_bytes: int
     peak_bytes: int
 
 
@@ -48,9 +52,10 @@ def find_blocks(model: nn.Module, run_step: Callable[[], Any]) -> Blocks:
     """The repeated blocks of `model`, or `NO_BLOCKS`.
 
     `run_step` runs the forward and the loss of one batch, in training mode. A class qualifies that holds other modules
-    and of which at least two instances ran, the whole model and instances inside instances not counted. Of these the
-    class wins whose recomputation leaves the lowest peak: what is saved outside the blocks, the blocks' inputs, and the
-    one block that is being recomputed. Parameters and buffers count for nothing, since they stay anyway.
+    and of which at least two instances ran, the whole model and instances inside instances not counted, and which save at
+    least `LEAST_SHARE` of what all modules save. Of these the class wins whose recomputation leaves the lowest peak: what is saved
+    outside the blocks, the blocks' inputs, and the one block that is being recomputed. Parameters and buffers count for
+    nothing, since they stay anyway.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules())) if name}
     records = _watch(model, names, run_step)
@@ -60,11 +65,11 @@ def find_blocks(model: nn.Module, run_step: Callable[[], Any]) -> Blocks:
             by_class[type(record.module)].append(name)
     everything = _merged(record.saved for record in records.values())
     found = [
-        _Candidate(tuple(outermost), _peak_if_recomputed([records[name] for name in outermost], everything))
+        _candidate(outermost, records, everything)
         for instances in by_class.values()
         if len(outermost := _outermost(instances)) >= 2
     ]
-    worthwhile = [candidate for candidate in found if candidate.peak_bytes < sum(everything.values())]
+    worthwhile = [candidate for candidate in found if candidate.saved_bytes > LEAST_SHARE * sum(everything.values())]
     if not worthwhile:
         return NO_BLOCKS
     best = min(worthwhile, key=lambda candidate: candidate.peak_bytes)
@@ -143,10 +148,11 @@ def _encloses(outer: tuple[str, ...], inner: tuple[str, ...]) -> bool:
     return all(any(name.startswith(f"{other}.") for other in outer) for name in inner)
 
 
-def _peak_if_recomputed(blocks: list[_Record], everything: Storages) -> int:
-    """Bytes kept at the worst moment of the backward pass, if each of the blocks were recomputed."""
+def _candidate(names: list[str], records: dict[str, _Record], everything: Storages) -> _Candidate:
+    """What the modules save, and the bytes kept at the worst moment of the backward pass if each were recomputed."""
+    blocks = [records[name] for name in names]
     covered = _merged(block.saved for block in blocks)
     inputs = _merged(block.inputs for block in blocks)
     outside = {address: size for address, size in everything.items() if address not in covered} | inputs
     largest = max(sum(size for address, size in block.saved.items() if address not in outside) for block in blocks)
-    return sum(outside.values()) + largest
+    return _Candidate(tuple(names), sum(covered.values()), sum(outside.values()) + largest)
