@@ -13,8 +13,8 @@ from autotune.report.document import OWN_SETTINGS, Document, Grid, Lines, Senten
 from autotune.report.recommendation import ceilings_grid, class_text
 
 EFFECT_TEXTS = {
-    "exact": "same result",
-    "rounding": "rounds differently, checked",
+    "exact": "the same result",
+    "rounding": "rounds differently, which is checked",
     "training": "changes the training",
 }
 
@@ -141,9 +141,12 @@ def _fit_verdict(report: MemoryReport) -> Sentence:
 
 def knobs_document(knobs: Sequence[KnobLine]) -> Document:
     """What can be moved, and what each costs in exactness."""
-    rows = tuple((knob.name, knob.summary, EFFECT_TEXTS[knob.effect], ", ".join(knob.cures) or "-") for knob in knobs)
+    lines = tuple(
+        f"{knob.name}: {knob.summary} ({EFFECT_TEXTS[knob.effect]}; helps against {', '.join(knob.cures)})"
+        for knob in knobs
+    )
     return (
-        Grid("Knobs", ("name", "what it does", "effect", "helps against"), rows),
+        Lines("Knobs", lines),
         Sentence("The values that are worth trying depend on your program: autotune check FILE.py lists them."),
     )
 

@@ -29,6 +29,9 @@ BOTTLENECK_TEXTS: dict[Bottleneck, str] = {
     "memory": "memory: what does not fit",
 }
 
+NO_UPPER_END = 1e300
+"""One reading has no spread: its interval then ends at the largest number that JSON can hold."""
+
 
 def recommendation_document(recommendation: Recommendation, study: Path | None) -> Document:
     """All of a recommendation. `study` is the directory that holds it; None where it was not read from one."""
@@ -68,7 +71,7 @@ def _answer_grid(title: str, answers: dict[str, Answer], recommendation: Recomme
     ]
     measured: list[tuple[str, Callable[[Answer], str | None]]] = [
         ("samples/s", lambda answer: format_rate(answer.samples_per_second)),
-        ("  95 % interval", lambda answer: " to ".join(format_rate(bound) for bound in answer.interval)),
+        ("  95 % interval", lambda answer: _interval_text(format_rate, answer.interval)),
         ("loss weight/s (tokens)", lambda answer: _optional(format_rate, answer.weight_per_second)),
         ("effective batch", lambda answer: f"{answer.effective_batch_size:,}"),
         (
@@ -91,6 +94,17 @@ def _optional(format_number: Callable[[float], str], number: float | None) -> st
     return None if number is None else format_number(number)
 
 
+def _interval_text(format_number: Callable[[float], str], interval: tuple[float, float]) -> str:
+    """Both ends; an interval without a finite upper end says that the spread was not seen."""
+    low, high = interval
+    return "spread not seen" if high >= NO_UPPER_END else f"{format_number(low)} to {format_number(high)}"
+
+
+def _speedup_text(answer: Answer) -> str:
+    interval = _interval_text(format_ratio, answer.speedup.interval)
+    return f"{format_ratio(answer.speedup.value)} the speed of your settings (95 % interval: {interval})"
+
+
 def _hours_text(hours: float) -> str:
     return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
 
@@ -106,8 +120,7 @@ def _compile_text(answer: Answer) -> str | None:
 def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
     best = recommendation.best
     rounds = best.confirmed_rounds
-    low, high = (format_ratio(bound) for bound in best.speedup.interval)
-    ratio = f"{format_ratio(best.speedup.value)} the speed of your settings (95 % interval {low} to {high})"
+    ratio = _speedup_text(best)
     if recommendation.keep:
         ratio = f"your settings ran at {format_rate(best.samples_per_second)} samples/s"
     if rounds == 0:
@@ -149,13 +162,9 @@ def _free_batch(recommendation: Recommendation) -> Document:
     grid = _answer_grid(
         "Second answer, with the batch free", {"yours": recommendation.baseline, "batch free": answer}, recommendation
     )
-    speed = (
-        f"{format_ratio(answer.speedup.value)} the speed of your settings "
-        f"(95 % interval {format_ratio(answer.speedup.interval[0])} to {format_ratio(answer.speedup.interval[1])})"
-    )
     unchecked = () if answer.parity is not None else ("not checked against your step in fp32",)
     unconfirmed = () if answer.confirmed_rounds else ("not confirmed in fresh processes",)
-    return grid, Lines("Price of the second answer", (speed, *unconfirmed, *unchecked, *answer.prices))
+    return grid, Lines("Price of the second answer", (_speedup_text(answer), *unconfirmed, *unchecked, *answer.prices))
 
 
 def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig) -> Document:

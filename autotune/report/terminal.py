@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
@@ -19,7 +18,7 @@ from autotune.config import Value
 from autotune.quantities import format_duration, format_rate, format_ratio
 from autotune.records import Phase, Stage, Trial
 from autotune.report.document import Document, Grid, Lines, Sentence, Tone, Verbatim, one_line, settings_text
-from autotune.report.text import wrap
+from autotune.report.text import grid_lines, wrap
 
 FAILURES_SHOWN = 3
 REDRAWS_PER_SECOND = 4
@@ -47,21 +46,14 @@ def show(document: Document, stream: TextIO) -> None:
                 _print_rows(console, [title], "bold")
                 _print_rows(console, [f"  {line}" for line in lines], "cyan")
             case Grid():
-                console.print(_table(block), width=width)
+                header, *rows = grid_lines(block, width=width)
+                _print_rows(console, [*([block.title] if block.title else []), header], "bold")
+                _print_rows(console, rows, "")
 
 
 def _print_rows(console: Console, rows: list[str], style: str) -> None:
     for row in rows:
         console.print(Text(row, style=style), soft_wrap=True)
-
-
-def _table(grid: Grid) -> Table:
-    table = Table(title=Text(grid.title, "bold") if grid.title else None, title_justify="left", box=SIMPLE_HEAD)
-    for index, name in enumerate(grid.header):
-        table.add_column(Text(name, "bold"), justify="right" if index in grid.numeric else "left", overflow="fold")
-    for row in grid.rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
 
 
 class LiveView:

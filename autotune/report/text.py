@@ -9,7 +9,10 @@ from autotune.report.document import Document, Grid, Lines, Sentence, Verbatim, 
 from autotune.report.recommendation import recommendation_document
 
 WIDTH = 80
+MARGIN = "  "
 COLUMN_GAP = "  "
+NARROWEST = 12
+"""Columns that are no wider than this are never wrapped, and a grid of many of them overflows instead."""
 
 
 def describe(recommendation: Recommendation) -> str:
@@ -47,23 +50,25 @@ def wrap(text: str, *, width: int, bullet: bool = False) -> list[str]:
 
 
 def grid_lines(grid: Grid, *, width: int = WIDTH) -> list[str]:
-    """The rows of a grid in aligned columns. The widest column is wrapped where the whole is wider than `width`."""
-    cells = [grid.header, *grid.rows]
-    column_widths = [max(len(row[index]) for row in cells) for index in range(len(grid.header))]
-    excess = 2 + sum(column_widths) + len(COLUMN_GAP) * (len(column_widths) - 1) - width
-    if excess > 0:
-        widest = column_widths.index(max(column_widths))
-        column_widths[widest] = max(column_widths[widest] - excess, 12)
-    lines: list[str] = []
-    for number, row in enumerate(cells):
-        lines.extend(_row_lines(row, column_widths, grid.numeric))
-        if number == 0:
-            lines.append("  " + COLUMN_GAP.join("-" * column_width for column_width in column_widths))
-    return lines
+    """The rows of a grid in aligned columns, the header and a rule first; wide columns are wrapped to fit `width`."""
+    table = [grid.header, *grid.rows]
+    widths = _column_widths([max(len(row[index]) for row in table) for index in range(len(grid.header))], width)
+    rule = MARGIN + COLUMN_GAP.join("-" * column_width for column_width in widths)
+    header, *rows = (_row_lines(row, widths, grid.numeric) for row in table)
+    return [*header, rule, *(line for row in rows for line in row)]
+
+
+def _column_widths(natural: list[int], width: int) -> list[int]:
+    """The natural widths, the widest lowered one by one until the row fits, none of them below `NARROWEST`."""
+    widths = list(natural)
+    available = width - len(MARGIN) - len(COLUMN_GAP) * (len(widths) - 1)
+    while sum(widths) > available and max(widths) > NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def _row_lines(row: tuple[str, ...], column_widths: list[int], numeric: frozenset[int]) -> list[str]:
-    columns = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, column_widths, strict=True)]
+    columns = [_wrap_cell(cell, width) for cell, width in zip(row, column_widths, strict=True)]
     lines: list[str] = []
     for depth in range(max(len(column) for column in columns)):
         pieces = [column[depth] if depth < len(column) else "" for column in columns]
@@ -71,5 +76,12 @@ def _row_lines(row: tuple[str, ...], column_widths: list[int], numeric: frozense
             piece.rjust(width) if index in numeric else piece.ljust(width)
             for index, (piece, width) in enumerate(zip(pieces, column_widths, strict=True))
         ]
-        lines.append(("  " + COLUMN_GAP.join(aligned)).rstrip())
+        lines.append((MARGIN + COLUMN_GAP.join(aligned)).rstrip())
     return lines
+
+
+def _wrap_cell(cell: str, width: int) -> list[str]:
+    """Keeps the blanks in front, which say that a row belongs to the one above."""
+    indent = cell[: len(cell) - len(cell.lstrip())]
+    rows = textwrap.wrap(one_line(cell), width - len(indent), break_on_hyphens=False)
+    return [indent + row for row in rows] or [""]

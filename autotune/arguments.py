@@ -1,0 +1,198 @@
+"""The arguments of the command line: what can be written, and the `SearchOptions` that it means. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args
+
+import autotune
+import autotune.export
+from autotune.errors import UserError
+from autotune.options import DeviceKind, Objective, SearchOptions
+from autotune.quantities import (
+    format_duration,
+    parse_assignments,
+    parse_duration,
+    parse_names,
+    parse_positive_count,
+    parse_share,
+    parse_size,
+)
+
+DEFAULTS = SearchOptions()
+EXAMPLES = """\
+examples:
+  autotune check train.py                 is my program understood, and what would be tried?
+  autotune memory train.py                does it fit, and how far does the batch go?
+  autotune search train.py --budget 10m   the fastest settings that fit and train the same
+  autotune export autotune-study/best.json --to python > train_fast.py
+"""
+TARGET_HELP = (
+    "FILE.py or package.module with model_fn and data_fn; loss_fn, optimizer_fn and scheduler_fn if it has them"
+)
+
+Parsed = TypeVar("Parsed")
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """What was asked; `command` is its name. Raises `UserError`, and SystemExit(0) after `--help` and `--version`."""
+    return _parser().parse_args(argv)
+
+
+def search_options(arguments: argparse.Namespace) -> SearchOptions:
+    """What was given on the command line; what was not keeps the default of `SearchOptions`. Raises `UserError`."""
+    fields = {field.name for field in dataclasses.fields(SearchOptions)}
+    given = {name: value for name, value in vars(arguments).items() if name in fields}
+    if "fixed" in given:
+        try:
+            given["fixed"] = parse_assignments(given["fixed"])
+        except ValueError as error:
+            raise UserError(f"argument --fix: {error}") from None
+    return SearchOptions(**given)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains by an exception, so that there is one place that prints and chooses an exit code."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="autotune",
+        description="Finds, by measuring on your own machine, the fastest way to run your PyTorch training step.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"autotune {autotune.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    search = _add_command(commands, "search", "find the fastest settings that fit and train the same")
+    _add_workload_options(search)
+    _add_search_options(search)
+    check = _add_command(commands, "check", "run one step of your program and say what a search would try")
+    _add_workload_options(check)
+    memory = _add_command(commands, "memory", "find how large a batch fits, with each way to save memory")
+    _add_workload_options(memory)
+    _add_command(commands, "knobs", "list what can be moved")
+    _add_command(commands, "spaces", "list the presets that --space takes")
+    show = _add_command(commands, "show", "list all trials of a study, and why the failed ones failed")
+    show.add_argument("study", metavar="STUDY", type=Path, help="the directory that search was given as --study")
+    export = _add_command(commands, "export", "print a result in another form")
+    export.add_argument("result", metavar="BEST.json", type=Path, help="the file that a search or save wrote")
+    formats = sorted(module.name for module in pkgutil.iter_modules(autotune.export.__path__))
+    export.add_argument("--to", dest="format", choices=formats, required=True, help="the form to print")
+    return parser
+
+
+def _add_command(commands: Any, name: str, summary: str) -> _Parser:
+    description = f"{summary[0].upper()}{summary[1:]}."
+    parser: _Parser = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
+    return parser
+
+
+def _add_workload_options(parser: _Parser) -> None:
+    """What says which program is meant, what may be changed in it, and on which machine."""
+    parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
+    _option(
+        parser,
+        "--budget",
+        "budget_seconds",
+        parse_duration,
+        f"time it may take, as 90s, 10m, 1h30m (default {format_duration(DEFAULTS.budget_seconds)})",
+        metavar="TIME",
+    )
+    _option(parser, "--space", "space", str, f"preset or space file (default {DEFAULTS.space})", metavar="NAME_OR_FILE")
+    _option(parser, "--only", "only", parse_names, "move these knobs only", metavar="KNOB,KNOB")
+    parser.add_argument(
+        "--fix",
+        dest="fixed",
+        action="append",
+        metavar="KNOB=VALUE",
+        default=argparse.SUPPRESS,
+        help="hold a knob at a value; may be repeated",
+    )
+    batch = parser.add_mutually_exclusive_group()
+    _option(
+        batch,
+        "--global-batch-size",
+        "global_batch_size",
+        parse_positive_count,
+        "samples of an optimizer step to keep (default: the batch of your DataLoader)",
+        metavar="N",
+    )
+    _flag(batch, "--free-batch", "free_batch", "let the samples of an optimizer step change")
+    _option(
+        parser, "--memory-limit", "memory_limit_bytes", parse_size, "tune for a smaller card, as 24GiB", metavar="SIZE"
+    )
+    _option(
+        parser,
+        "--memory-margin",
+        "memory_margin",
+        parse_share,
+        f"share of the memory to leave free (default {DEFAULTS.memory_margin:g})",
+        metavar="SHARE",
+    )
+    parser.add_argument(
+        "--device", choices=get_args(DeviceKind), default=argparse.SUPPRESS, help="default: cuda where there is a GPU"
+    )
+    _option(parser, "--seed", "seed", int, f"of the weights and of the search (default {DEFAULTS.seed})", metavar="N")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout; progress goes to stderr either way")
+
+
+def _add_search_options(parser: _Parser) -> None:
+    """What only a search needs to know."""
+    _option(parser, "--trials", "trials", parse_positive_count, "stop after this many trials", metavar="N")
+    parser.add_argument(
+        "--objective",
+        choices=get_args(Objective),
+        default=argparse.SUPPRESS,
+        help=f"what to make better (default {DEFAULTS.objective})",
+    )
+    _option(
+        parser,
+        "--train-samples",
+        "train_samples",
+        parse_positive_count,
+        "samples of your whole training, to be told its hours before and after",
+        metavar="N",
+    )
+    _option(
+        parser,
+        "--study",
+        "study",
+        Path,
+        f"where trials and best.json are kept (default {DEFAULTS.study})",
+        metavar="DIR",
+    )
+    _flag(parser, "--fresh", "fresh", "start over where the directory holds a study already")
+
+
+def _option(
+    parser: argparse._ActionsContainer, flag: str, field: str, parse: Callable[[str], Any], text: str, *, metavar: str
+) -> None:
+    """An option that sets a field of `SearchOptions`, and leaves it out where it is not given."""
+    parser.add_argument(
+        flag, dest=field, type=_checked(parse), metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
+    )
+
+
+def _flag(parser: argparse._ActionsContainer, flag: str, field: str, text: str) -> None:
+    parser.add_argument(flag, dest=field, action="store_true", default=argparse.SUPPRESS, help=text)
+
+
+def _checked(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """`parse`, with its own sentence as the error: argparse would put `invalid value` in its place."""
+
+    def parse_or_complain(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_or_complain

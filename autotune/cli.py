@@ -1,0 +1,187 @@
+"""The command line: calls `autotune.api` with what is asked, prints what came back, and decides the exit code.
+
+Exit codes: 0 an answer, "keep your settings" included; 2 the user's input is at fault and the message says what to
+change; 130 interrupted, the best so far kept; 1 ended without an answer for another reason. The answer goes to stdout,
+everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from autotune.arguments import parse_arguments, search_options
+from autotune.errors import NoAnswerError, SearchInterrupted, UserError
+from autotune.options import CheckReport, MemoryReport, SearchOptions
+from autotune.records import Probe, Recommendation, Record, Trial
+from autotune.search.watcher import SearchWatcher
+from autotune.workload import Workload, workload_from_target
+
+if TYPE_CHECKING:
+    from autotune.report.document import Document
+
+ANSWER, NO_ANSWER, USER_AT_FAULT, INTERRUPTED = 0, 1, 2, 130
+
+
+class HoldsRecommendation(Protocol):
+    """What a search returns, and what a file is loaded as."""
+
+    @property
+    def recommendation(self) -> Recommendation: ...
+
+
+class Api(Protocol):
+    """What the command line calls; the module `autotune.api` is one."""
+
+    def search(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> HoldsRecommendation: ...
+
+    def check(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport: ...
+
+    def memory(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport: ...
+
+    def load(self, path: Path) -> HoldsRecommendation: ...
+
+    def open_study(self, directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]: ...
+
+
+LoadApi = Callable[[], Api]
+"""Called by the commands that need it, so that help and lists stay quick."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code; `--help` and `--version` leave through SystemExit(0)."""
+    return run(list(sys.argv[1:] if argv is None else argv), _import_api)
+
+
+def run(argv: list[str], load_api: LoadApi) -> int:
+    """Runs one command. Every exception that means something to the user becomes a sentence and an exit code here."""
+    try:
+        arguments = parse_arguments(argv)
+        return COMMANDS[arguments.command](arguments, load_api)
+    except ValueError as error:
+        return _complain(error, USER_AT_FAULT)
+    except NoAnswerError as error:
+        return _complain(error, NO_ANSWER)
+    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        return _complain(UserError(f"cannot use {error.filename}: {error.strerror}"), USER_AT_FAULT)
+    except KeyboardInterrupt:
+        print("autotune: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _import_api() -> Api:
+    from autotune import api
+
+    return api
+
+
+def _complain(error: Exception, exit_code: int) -> int:
+    """One sentence, and the user's own frames where their code raised."""
+    print(f"autotune: error: {error}", file=sys.stderr)
+    detail = getattr(error, "detail", "")
+    if detail:
+        print(detail.rstrip(), file=sys.stderr)
+    return exit_code
+
+
+def _search(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    from autotune.report.recommendation import recommendation_document
+    from autotune.report.terminal import LiveView
+
+    options = search_options(arguments)
+    workload = workload_from_target(arguments.target)
+    exit_code = ANSWER
+    try:
+        with LiveView(sys.stderr) as watcher:
+            recommendation = load_api().search(workload, options, watcher).recommendation
+    except SearchInterrupted as interruption:
+        kept = "nothing was measured yet" if interruption.result is None else "the best so far is kept"
+        print(f"autotune: interrupted; {kept}, and the same command goes on where this one stopped", file=sys.stderr)
+        if interruption.result is None:
+            return INTERRUPTED
+        recommendation, exit_code = interruption.result.recommendation, INTERRUPTED
+    _print_answer(arguments, recommendation, lambda: recommendation_document(recommendation, options.study))
+    return exit_code
+
+
+def _check(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    from autotune.report.listings import check_document
+    from autotune.report.terminal import LiveView
+
+    options = search_options(arguments)
+    workload = workload_from_target(arguments.target)
+    with LiveView(sys.stderr) as watcher:
+        report = load_api().check(workload, options, watcher)
+    _print_answer(arguments, report, lambda: check_document(report))
+    return ANSWER
+
+
+def _memory(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    from autotune.report.listings import memory_document
+    from autotune.report.terminal import LiveView
+
+    options = search_options(arguments)
+    workload = workload_from_target(arguments.target)
+    with LiveView(sys.stderr) as watcher:
+        report = load_api().memory(workload, options, watcher)
+    _print_answer(arguments, report, lambda: memory_document(report))
+    return ANSWER
+
+
+def _knobs(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    from autotune.knobs.registry import KNOBS
+    from autotune.report.listings import KnobLine, knobs_document
+
+    _show(knobs_document([KnobLine(knob.name, knob.summary, knob.effect, tuple(sorted(knob.cures))) for knob in KNOBS]))
+    return ANSWER
+
+
+def _spaces(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    raise NotImplementedError
+
+
+def _show_study(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    from autotune.report.trials import trials_document
+
+    recommendation, trials, probes = load_api().open_study(arguments.study)
+    _show(trials_document(trials, probes, recommendation, arguments.study))
+    return ANSWER
+
+
+def _export(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    recommendation = load_api().load(arguments.result).recommendation
+    exporter = importlib.import_module(f"autotune.export.{arguments.format}")
+    print(exporter.export(recommendation), end="")
+    return ANSWER
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, LoadApi], int]] = {
+    "search": _search,
+    "check": _check,
+    "memory": _memory,
+    "knobs": _knobs,
+    "spaces": _spaces,
+    "show": _show_study,
+    "export": _export,
+}
+
+
+def _print_answer(arguments: argparse.Namespace, record: Record, document: Callable[[], Document]) -> None:
+    if arguments.json:
+        print(record.model_dump_json(indent=2))
+    else:
+        _show(document())
+
+
+def _show(document: Document) -> None:
+    from autotune.report.terminal import show
+
+    show(document, sys.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
