@@ -51,11 +51,11 @@ class _Candidate(NamedTuple):
 def find_blocks(model: nn.Module, run_step: Callable[[], Any]) -> Blocks:
     """The repeated blocks of `model`, or `NO_BLOCKS`.
 
-    `run_step` runs the forward and the loss of one batch, in training mode. A class qualifies that holds other modules
-    and of which at least two instances ran, the whole model and instances inside instances not counted, and which save at
-    least `LEAST_SHARE` of what all modules save. Of these the class wins whose recomputation leaves the lowest peak: what is saved
-    outside the blocks, the blocks' inputs, and the one block that is being recomputed. Parameters and buffers count for
-    nothing, since they stay anyway.
+    `run_step` runs the forward and the loss of one batch, in training mode. A class qualifies that holds other modules,
+    of which at least two instances ran (the whole model and instances inside instances not counted) and which save at
+    least `LEAST_SHARE` of what all modules save. Of these the class wins whose recomputation leaves the lowest peak:
+    what is saved outside the blocks, the blocks' inputs, and the one block that is being recomputed. Parameters and
+    buffers count for nothing, since they stay anyway.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules())) if name}
     records = _watch(model, names, run_step)
