@@ -1,0 +1,198 @@
+"""The process of one trial: set apart, given its limits, it runs the user's training step and writes down the answer.
+
+The only module of the orchestrator's half that reaches training and measurement, which it names by a string. It is
+either entered in a fork of the server or, as `python -m autotune.processes.child`, in an interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from autotune.processes import system_memory
+from autotune.processes.failures import classify, import_failure
+from autotune.processes.wire import TrialOrder, encode_answer
+from autotune.records import Conditions, Failure, Phase, TrialAnswer, TrialRequest
+from autotune.workload import UserFunctions, load_functions
+
+STARTED_VARIABLE = "AUTOTUNE_STARTED_AT"
+"""`time.monotonic()` at the start of the trial's process, as text."""
+
+START_METHOD_VARIABLE = "AUTOTUNE_START_METHOD"
+"""`fork` or `fresh`."""
+
+DEFAULT_MEMORY_SHARE = 0.9
+"""Of the available host memory, for a CPU trial without a limit: the kernel's killer must not be what answers."""
+
+_PR_SET_PDEATHSIG = 1
+
+Entry = Callable[[TrialRequest, UserFunctions, Callable[[Phase], None]], TrialAnswer]
+
+
+def signal_at_parents_death(number: int, parent: int) -> None:
+    """Asks the kernel for this signal when the parent's thread ends; exits at once where that has happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_apart(order: TrialOrder, server: int) -> None:
+    """In the forked process: a session of its own that dies with the server, hears no keyboard, owns its output."""
+    os.environ[STARTED_VARIABLE] = repr(time.monotonic())
+    os.environ[START_METHOD_VARIABLE] = order.start_method
+    os.setsid()
+    signal_at_parents_death(signal.SIGKILL, server)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGCHLD, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(order.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what was printed before a crash is worth reading
+    os.chdir(order.working_directory)
+
+
+def run_fresh(order: TrialOrder, report_descriptor: int) -> None:
+    """In the forked process: becomes a new interpreter, which runs `main`."""
+    order_descriptor = os.memfd_create("autotune-order", 0)
+    with os.fdopen(os.dup(order_descriptor), "wb") as stream:
+        pickle.dump(order, stream)
+    os.lseek(order_descriptor, 0, os.SEEK_SET)
+    os.set_inheritable(report_descriptor, True)
+    arguments = [sys.executable, "-m", "autotune.processes.child", str(order_descriptor), str(report_descriptor)]
+    os.execv(sys.executable, arguments)
+
+
+def run_forked(order: TrialOrder, report_descriptor: int, functions: UserFunctions, thread_count: int) -> None:
+    """In the forked process: runs the trial with the functions that the server has imported."""
+    import torch
+
+    torch.set_num_threads(thread_count)
+    TrialProcess(order, report_descriptor).run(lambda: functions)
+
+
+def main() -> None:
+    """In an interpreter of its own: reads the order, imports everything, runs the trial. Does not return."""
+    order_descriptor, report_descriptor = int(sys.argv[1]), int(sys.argv[2])
+    with os.fdopen(order_descriptor, "rb") as stream:
+        order: TrialOrder = pickle.load(stream)
+    os.set_inheritable(report_descriptor, False)
+    sys.argv = [order.workload.location]
+    trial = TrialProcess(order, report_descriptor)
+    try:
+        trial.run(lambda: load_functions(order.workload))
+    finally:
+        leave()
+
+
+def leave() -> None:
+    """Ends the process without running what others have registered for its end: a thread of theirs may never finish."""
+    flush_streams()
+    os._exit(0)
+
+
+def flush_streams() -> None:
+    """Writes out what was printed so far."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # the user has replaced or closed it, or the disk is full
+            continue
+
+
+def load_entry(dotted: str) -> Entry:
+    """The function that `module:function` names."""
+    module, _, name = dotted.partition(":")
+    entry: Entry = getattr(importlib.import_module(module), name)
+    return entry
+
+
+class TrialProcess:
+    """Runs one trial in this process and writes the answer's file."""
+
+    def __init__(self, order: TrialOrder, report_descriptor: int) -> None:
+        self._order = order
+        self._report_descriptor = report_descriptor
+        self._phase: Phase = "start"
+        # opened now, since a trial may end because no further file can be opened
+        self._unfinished_path = order.result_path + ".unfinished"
+        self._result = open(self._unfinished_path, "w", encoding="utf-8")  # noqa: SIM115
+
+    def run(self, load: Callable[[], UserFunctions]) -> None:
+        """Runs the trial; whatever the user's code raises becomes the answer's failure."""
+        self._enter("start")
+        try:
+            functions = load()
+        except BaseException as error:  # the user's module may raise anything, SystemExit too
+            told = import_failure(error, self._order.workload.location)
+            failure = Failure(kind="user_error", phase="start", message=str(told), detail=told.detail)
+            self._write(TrialAnswer(failure=failure))
+            return
+        if multiprocessing.get_start_method(allow_none=True) is None:  # the user's module has not chosen
+            multiprocessing.set_start_method("fork")  # for loader workers: Python 3.14's forkserver costs 4 s a trial
+        unlimited = resource.getrlimit(resource.RLIMIT_DATA)
+        try:
+            entry = load_entry(self._order.entry)
+            limit_memory(self._order.request.conditions)
+            answer = entry(self._order.request, functions, self._enter)
+            _hear_no_workers()
+        except BaseException as error:  # the user's code may raise anything, SystemExit too
+            _hear_no_workers()
+            resource.setrlimit(resource.RLIMIT_DATA, unlimited)  # telling what happened takes some memory as well
+            answer = TrialAnswer(failure=classify(error, self._phase))
+        self._write(answer)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        os.write(self._report_descriptor, f"{phase}\n".encode())
+
+    def _write(self, answer: TrialAnswer) -> None:
+        self._result.write(encode_answer(answer))
+        self._result.close()
+        os.rename(self._unfinished_path, self._order.result_path)
+
+
+def _hear_no_workers() -> None:
+    # torch's handler raises in whatever runs when a loader worker dies, which must not be the telling of that death
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def limit_memory(conditions: Conditions) -> None:
+    """Makes the device, or on CPU this process and each that it starts, as small as the conditions say."""
+    limit_bytes = conditions.memory_limit_bytes
+    if conditions.device == "cuda":
+        if limit_bytes is not None:
+            _limit_cuda(limit_bytes)
+        return
+    if limit_bytes is None:
+        limit_bytes = int(DEFAULT_MEMORY_SHARE * system_memory.available_bytes())
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = system_memory.data_bytes() + limit_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _limit_cuda(limit_bytes: int) -> None:
+    import torch
+
+    total_bytes = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes))
+
+
+if __name__ == "__main__":
+    main()

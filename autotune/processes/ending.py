@@ -1,0 +1,116 @@
+"""`answer_of`: what a trial's end says, from its result file, its exit status and what the server saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.processes.wire import decode_answer
+from autotune.records import Failure, FailureKind, Phase, TrialAnswer
+
+_TAIL_BYTES = 4096
+
+
+@dataclass
+class Ending:
+    """How a trial ended, as seen from outside. Filled while it runs."""
+
+    output_path: str
+    result_path: Path
+    last_phase: Phase = "start"
+    timeout_phase: Phase | None = None
+    """Where it was ended by us because it took too long."""
+    timeout_seconds: float = 0.0
+    status: int | None = None
+    """Its wait status, where it ended by itself."""
+    server_ended: str | None = None
+    """How the server ended, where it died with the trial."""
+    host_killed: bool = False
+    """The kernel killed some process for lack of memory meanwhile."""
+    survivors: tuple[int, ...] = ()
+    exhausted_files_limit: int | None = None
+
+
+def answer_of(ending: Ending) -> TrialAnswer:
+    """The answer that the trial wrote, or the failure that its end is. Removes the result file."""
+    if ending.survivors:
+        message = f"processes {_listed(ending.survivors)} of the trial could not be killed; the driver may hold them"
+        return _failed("memory_not_returned", ending, message)
+    if ending.result_path.exists():
+        answer = decode_answer(ending.result_path.read_text(encoding="utf-8"))
+        ending.result_path.unlink()
+        return _blaming_the_kernel(answer) if ending.host_killed else answer
+    ending.result_path.with_name(ending.result_path.name + ".unfinished").unlink(missing_ok=True)
+    if ending.server_ended is not None:
+        return _server_died(ending, ending.server_ended)
+    if ending.timeout_phase is not None:
+        return _timed_out(ending, ending.timeout_phase)
+    assert ending.status is not None, "a trial ends by itself, by timeout or with its server"
+    if os.WIFSIGNALED(ending.status):
+        return _killed(ending, signal.Signals(os.WTERMSIG(ending.status)).name)
+    return _ended_silently(ending, os.WEXITSTATUS(ending.status))
+
+
+def _blaming_the_kernel(answer: TrialAnswer) -> TrialAnswer:
+    """A loader worker that got SIGKILL while the kernel was short of memory: the trial saw only the signal."""
+    failure = answer.failure
+    if failure is None or failure.signal != "SIGKILL":
+        return answer
+    message = f"the host ran out of memory: {failure.message}, by the kernel"
+    changed = failure.model_copy(update={"kind": "host_oom", "message": message})
+    return answer.model_copy(update={"failure": changed})
+
+
+def _server_died(ending: Ending, how: str) -> TrialAnswer:
+    if ending.host_killed:
+        return _failed("host_oom", ending, f"the kernel killed the trial's server ({how}) for lack of host memory")
+    name = how.removeprefix("signal ") if how.startswith("signal ") else None
+    return _failed("crash", ending, f"the trial's server ended with {how}, and the trial with it", signal_name=name)
+
+
+def _timed_out(ending: Ending, phase: Phase) -> TrialAnswer:
+    if ending.exhausted_files_limit is not None:
+        message = (
+            f"the trial hung in its {phase} phase with all of its {ending.exhausted_files_limit} open files in use: "
+            "raise the limit with `ulimit -n`, or use fewer loader workers"
+        )
+        return _failed("file_limit", ending, message)
+    message = f"the trial did not get through its {phase} phase within {ending.timeout_seconds:g} s"
+    return _failed("timeout", ending, message)
+
+
+def _killed(ending: Ending, name: str) -> TrialAnswer:
+    if name == "SIGKILL" and ending.host_killed:
+        return _failed("host_oom", ending, "the kernel killed the trial for lack of host memory")
+    if name == "SIGABRT" and "std::bad_alloc" in _tail(ending.output_path):
+        return _failed("host_oom", ending, "the host ran out of memory (std::bad_alloc in native code)")
+    if name == "SIGBUS" and "/dev/shm" in _tail(ending.output_path):
+        return _failed("shared_memory", ending, "/dev/shm is full (SIGBUS): use fewer loader workers, or enlarge it")
+    return _failed("crash", ending, f"the trial was ended by {name} in its {ending.last_phase} phase", signal_name=name)
+
+
+def _ended_silently(ending: Ending, status: int) -> TrialAnswer:
+    if status != 0 and "libgomp: Thread creation failed" in _tail(ending.output_path):
+        return _failed("host_oom", ending, "the host ran out of memory (libgomp could not start its threads)")
+    message = f"the trial ended without a result, with status {status}, in its {ending.last_phase} phase"
+    return _failed("crash", ending, message)
+
+
+def _failed(kind: FailureKind, ending: Ending, message: str, *, signal_name: str | None = None) -> TrialAnswer:
+    return TrialAnswer(failure=Failure(kind=kind, phase=ending.last_phase, message=message, signal=signal_name))
+
+
+def _tail(path: str) -> str:
+    """The end of what the trial printed; native code tells the reason for an abort nowhere else."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
+            return stream.read().decode(errors="replace")
+    except OSError:  # it died before it opened the file
+        return ""
+
+
+def _listed(pids: tuple[int, ...]) -> str:
+    return ", ".join(str(pid) for pid in pids)

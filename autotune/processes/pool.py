@@ -1,0 +1,256 @@
+"""`TrialPool`: runs each trial in a process of its own, whatever happens to it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from autotune.config import TrainingConfig
+from autotune.knobs.registry import knob
+from autotune.processes import system_memory
+from autotune.processes.ending import Ending, answer_of
+from autotune.processes.server_process import ServerProcess
+from autotune.processes.wire import (
+    ENTRY,
+    EndTrial,
+    Hello,
+    PhaseReported,
+    StartMethod,
+    StartTrial,
+    TrialEnded,
+    TrialExited,
+)
+from autotune.records import Failure, Phase, PhaseTimeouts, TrialAnswer, TrialRequest
+from autotune.workload import Workload
+
+_SILENCE_SECONDS = 20.0
+_END_SECONDS = 40.0
+_GPU_RETURN_SECONDS = 20.0
+_GPU_RETURN_TOLERANCE_BYTES = 64 * 2**20
+
+
+class TrialPool:
+    """A `TrialBackend` of real processes: one server per environment, one fork of it per trial.
+
+    Where forked processes cannot work (the user's module uses CUDA or parallel operations when it is imported), every
+    trial gets an interpreter of its own instead; `notes` and `on_note` say so once.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        directory: Path,
+        *,
+        warm_compiler: bool = False,
+        gpu_used_bytes: Callable[[], int | None] | None = None,
+        on_note: Callable[[str], None] | None = None,
+        entry: str = ENTRY,
+        silence_seconds: float = _SILENCE_SECONDS,
+    ) -> None:
+        """`directory` exists and takes a log per trial. `gpu_used_bytes` says what is in use on the GPU, by anyone, or
+        None where that cannot be seen. `warm_compiler` imports the compiler before the forks, not in each."""
+        self.notes: list[str] = []
+        self._workload = workload
+        self._directory = directory
+        self._warm_compiler = warm_compiler
+        self._gpu_used_bytes = gpu_used_bytes or (lambda: None)
+        self._on_note = on_note
+        self._entry = entry
+        self._silence_seconds = silence_seconds
+        self._working_directory = os.getcwd()
+        self._start_method: StartMethod = "fork"
+        self._fork_proven = False
+        self._servers: dict[tuple[tuple[str, str], ...], ServerProcess] = {}
+        self._trial_number = _last_trial_number(directory)
+
+    def __enter__(self) -> TrialPool:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Imports the user's module in the first server. Raises WorkloadError where that fails."""
+        self._server({})
+
+    def close(self) -> None:
+        """Ends every process that the pool has started; harmless when called twice."""
+        while self._servers:
+            _, server = self._servers.popitem()
+            server.stop()
+
+    def run(self, request: TrialRequest, on_phase: Callable[[Phase], None] | None = None) -> TrialAnswer:
+        """Runs one trial to its end, its last process included; see `TrialBackend`.
+
+        Raises WorkloadError where a server has to be started for it and the user's module cannot be imported there.
+        KeyboardInterrupt, and whatever `on_phase` raises, passes through after the trial is killed.
+        """
+        started = time.monotonic()
+        used_before = self._gpu_used_bytes()
+        ending = self._run_once(request, on_phase)
+        if self._start_method == "fork" and not self._fork_proven:
+            if ending.timeout_phase in ("start", "build"):
+                self._switch_to_fresh("the first trial stayed silent in a forked process")
+                ending = self._run_once(request, on_phase)
+            self._fork_proven = True
+        answer = answer_of(ending)
+        failure = answer.failure or self._memory_failure(used_before, ending.last_phase)
+        if failure is not None:
+            answer = TrialAnswer(failure=failure.model_copy(update={"output_path": ending.output_path}))
+        seconds = time.monotonic() - started
+        return answer.model_copy(update={"seconds": seconds, "output_path": ending.output_path})
+
+    # --- servers ---
+
+    def _server(self, environment: Mapping[str, str]) -> ServerProcess:
+        key = tuple(sorted(environment.items()))
+        if key in self._servers:
+            return self._servers[key]
+        server = ServerProcess(environment, self._directory / "server.log")
+        self._servers[key] = server
+        try:
+            problem = server.prepare(self._hello()).fork_problem
+        except BaseException:
+            self._discard(server)
+            raise
+        if problem is None:
+            return server
+        self._switch_to_fresh(problem)
+        return self._server(environment)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            self._workload,
+            self._start_method,
+            self._warm_compiler,
+            self._entry,
+            self._working_directory,
+            self._silence_seconds,
+        )
+
+    def _switch_to_fresh(self, reason: str) -> None:
+        self.close()
+        self._start_method = "fresh"
+        note = f"{reason}: each trial gets an interpreter of its own, which takes some seconds more"
+        self.notes.append(note)
+        if self._on_note is not None:
+            self._on_note(note)
+
+    def _discard(self, server: ServerProcess) -> None:
+        self._servers = {key: other for key, other in self._servers.items() if other is not server}
+        server.stop()
+
+    # --- one trial ---
+
+    def _run_once(self, request: TrialRequest, on_phase: Callable[[Phase], None] | None) -> Ending:
+        server = self._server(environment_of(request.config))
+        self._trial_number += 1
+        stem = self._directory / f"trial-{self._trial_number:04d}"
+        ending = Ending(str(stem.with_suffix(".log")), stem.with_suffix(".json"))
+        kills_before = system_memory.oom_kills()
+        try:
+            server.send(StartTrial(request, ending.output_path, str(ending.result_path)))
+            self._follow(server, request.timeouts, ending, on_phase)
+            self._end(server, ending)
+        except EOFError:
+            ending.server_ended = server.how_it_ended()
+            self._discard(server)
+        except BaseException:  # KeyboardInterrupt, or of the caller's on_phase: the trial ends with its server
+            self._discard(server)
+            raise
+        ending.host_killed = system_memory.oom_kills() > kills_before
+        return ending
+
+    def _follow(
+        self,
+        server: ServerProcess,
+        timeouts: PhaseTimeouts,
+        ending: Ending,
+        on_phase: Callable[[Phase], None] | None,
+    ) -> None:
+        """Waits until the trial's process ends, or stays in a phase for too long."""
+        deadline = time.monotonic() + allowed_seconds("start", timeouts)
+        while True:
+            try:
+                message = server.receive(deadline - time.monotonic())
+            except TimeoutError:
+                ending.timeout_phase = ending.last_phase
+                ending.timeout_seconds = allowed_seconds(ending.last_phase, timeouts)
+                return
+            if isinstance(message, TrialExited):
+                ending.status = message.status
+                return
+            assert isinstance(message, PhaseReported), message
+            ending.last_phase = message.phase
+            deadline = time.monotonic() + allowed_seconds(message.phase, timeouts)
+            if on_phase is not None:
+                on_phase(message.phase)
+
+    def _end(self, server: ServerProcess, ending: Ending) -> None:
+        """Has everything killed that is left of the trial. A server that does not manage is given up."""
+        server.send(EndTrial())
+        deadline = time.monotonic() + _END_SECONDS
+        while True:
+            try:
+                message = server.receive(deadline - time.monotonic())
+            except TimeoutError:
+                self._discard(server)
+                return
+            if isinstance(message, TrialEnded):
+                break
+        ending.survivors = message.survivors
+        ending.exhausted_files_limit = message.exhausted_files_limit
+        remove_shared_memory(message.killed)
+
+    def _memory_failure(self, used_before: int | None, phase: Phase) -> Failure | None:
+        """Waits until the GPU's memory is back; a failure where it does not come back."""
+        if used_before is None:
+            return None
+        deadline = time.monotonic() + _GPU_RETURN_SECONDS
+        while True:
+            used = self._gpu_used_bytes()
+            if used is None or used <= used_before + _GPU_RETURN_TOLERANCE_BYTES:
+                return None
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        excess = (used - used_before) / 2**20
+        message = (
+            f"{excess:.0f} MiB more than before the trial were in use on the GPU {_GPU_RETURN_SECONDS:.0f} s after its "
+            "end; another program may have started there"
+        )
+        return Failure(kind="memory_not_returned", phase=phase, message=message)
+
+
+def allowed_seconds(phase: Phase, timeouts: PhaseTimeouts) -> float:
+    """How long a trial may stay in a phase."""
+    if phase in ("start", "build"):
+        return timeouts.build_seconds
+    return timeouts.compile_seconds if phase == "compile" else timeouts.measure_seconds
+
+
+def environment_of(config: TrainingConfig) -> dict[str, str]:
+    """The variables that a configuration needs to stand before torch is imported."""
+    merged: dict[str, str] = {}
+    for name, value in config.items():
+        merged.update(knob(name).environment(value))
+    return merged
+
+
+def remove_shared_memory(pids: tuple[int, ...]) -> None:
+    """Removes the tensors in /dev/shm that killed processes can no longer remove; torch puts the pid into the name."""
+    for pid in pids:
+        for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            path.unlink(missing_ok=True)
+
+
+def _last_trial_number(directory: Path) -> int:
+    numbers = [int(found[1]) for path in directory.iterdir() if (found := re.match(r"trial-(\d+)\.", path.name))]
+    return max(numbers, default=0)

@@ -1,0 +1,72 @@
+"""Which processes descend from a given one, read from /proc."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process; the start time tells it from a later one with the same number."""
+
+    pid: int
+    start_ticks: int
+
+
+def descendants(root: int, *, except_below: frozenset[ProcessId] = frozenset()) -> list[ProcessId]:
+    """Every process below `root`, zombies included, but for those in or below `except_below`."""
+    children: dict[int, list[ProcessId]] = defaultdict(list)
+    for process, parent in _processes():
+        children[parent].append(process)
+    found: list[ProcessId] = []
+    waiting = [root]
+    while waiting:
+        for process in children[waiting.pop()]:
+            if process not in except_below:
+                found.append(process)
+                waiting.append(process.pid)
+    return found
+
+
+def carrying(variable: str, value: str) -> list[int]:
+    """Processes that were started with this environment variable, or forked from one that was."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for pid in _pids():
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # gone, or another user's
+            continue
+        if wanted in variables:
+            found.append(pid)
+    return found
+
+
+def exhausted_files_limit(pid: int) -> int | None:
+    """The limit of open files of a process that has (nearly) reached it; None otherwise."""
+    try:
+        limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+        count = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # gone
+        return None
+    # handing over one tensor takes a few descriptors at once, which are given back when it fails
+    return limit if limit != resource.RLIM_INFINITY and count >= limit - 4 else None
+
+
+def _processes() -> Iterator[tuple[ProcessId, int]]:
+    for pid in _pids():
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        except OSError:  # gone
+            continue
+        fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+        yield ProcessId(pid, int(fields[19])), int(fields[1])
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())

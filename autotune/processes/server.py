@@ -1,0 +1,322 @@
+"""The fork server: imports torch and the user's module once, and forks a process for each trial.
+
+Started as `python -m autotune.processes.server DESCRIPTOR PARENT` by `server_process.ServerProcess`. It never touches
+CUDA, forks from its only thread of our own, adopts whatever a trial leaves behind, and kills it all before it exits:
+when it is told to, and when the orchestrator is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from types import FrameType
+
+from autotune.processes import child
+from autotune.processes.failures import import_failure
+from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit
+from autotune.processes.wire import (
+    Channel,
+    EndTrial,
+    Hello,
+    ImportFailed,
+    PhaseReported,
+    Ready,
+    StartTrial,
+    TrialEnded,
+    TrialExited,
+    TrialOrder,
+)
+from autotune.workload import UserFunctions, load_functions
+
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_SECONDS = 30.0
+"""After which a process that does not die of SIGKILL (the driver may hold it) is told as a survivor."""
+_FORK_FAILED_STATUS = 3
+
+
+@dataclass
+class _RunningTrial:
+    pid: int
+    report_descriptor: int
+    reports_open: bool = True
+    unread: bytes = b""
+
+
+class Server:
+    """Answers the orchestrator until it is gone."""
+
+    def __init__(self, channel: Channel, orchestrator: int) -> None:
+        self._channel = channel
+        self._orchestrator = orchestrator
+        self._functions: UserFunctions | None = None
+        self._thread_count = 1
+        self._kept: frozenset[ProcessId] = frozenset()
+        self._trial: _RunningTrial | None = None
+
+    def run(self) -> None:
+        """Prepares what the orchestrator asks for, then serves trials. Returns when the orchestrator hangs up."""
+        self._take_charge()
+        try:
+            hello: Hello = self._channel.receive()
+            if self._prepare(hello):
+                self._serve(hello)
+        except (EOFError, OSError):  # the orchestrator is gone
+            pass
+        finally:
+            self._kept = frozenset()
+            self._kill_all()
+
+    # --- preparing ---
+
+    def _take_charge(self) -> None:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, self._parent_thread_ended)
+        child.signal_at_parents_death(signal.SIGUSR1, self._orchestrator)
+
+    def _parent_thread_ended(self, number: int, frame: FrameType | None) -> None:
+        # the thread that started us may end while the orchestrator lives on; its end alone means nothing
+        if os.getppid() != self._orchestrator:
+            self._kept = frozenset()
+            self._kill_all()
+            os._exit(1)
+
+    def _prepare(self, hello: Hello) -> bool:
+        problem: str | None = None
+        if hello.start_method == "fork":
+            try:
+                self._functions, self._thread_count = import_user_module(hello)
+            except BaseException as error:  # the user's module may raise anything, SystemExit too
+                told = import_failure(error, hello.workload.location)
+                self._channel.send(ImportFailed(str(told), told.detail))
+                return False
+            self._kept = frozenset(descendants(os.getpid()))
+            problem = self._fork_problem(hello.silence_seconds)
+        self._channel.send(Ready(problem))
+        return True
+
+    def _fork_problem(self, silence_seconds: float) -> str | None:
+        """Forks a process that does what trials will do, and says why it could not, in the user's words."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            return "CUDA is used while the user's module is imported"
+        pid = _fork()
+        if pid == 0:
+            try_out_fork(self._thread_count)
+        deadline = time.monotonic() + silence_seconds
+        while time.monotonic() < deadline:
+            waited, status = os.waitpid(pid, os.WNOHANG)
+            if waited:
+                failed = os.waitstatus_to_exitcode(status) == _FORK_FAILED_STATUS
+                return "CUDA cannot be used in a forked process" if failed else None
+            time.sleep(0.005)
+        self._kill_all()
+        return "importing the user's module starts threads that a forked process waits for in vain"
+
+    # --- serving ---
+
+    def _serve(self, hello: Hello) -> None:
+        wakeup_read, wakeup_write = os.pipe()
+        os.set_blocking(wakeup_read, False)
+        os.set_blocking(wakeup_write, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes the poll below
+        while True:
+            poll = select.poll()
+            for descriptor in (self._channel.fileno(), wakeup_read):
+                poll.register(descriptor, select.POLLIN)
+            if self._trial is not None and self._trial.reports_open:
+                poll.register(self._trial.report_descriptor, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            status = None
+            if wakeup_read in ready:
+                os.read(wakeup_read, 4096)
+                status = self._reap()
+            if self._trial is not None:
+                self._forward_reports(self._trial)
+            if status is not None:
+                self._channel.send(TrialExited(status))
+            if self._channel.fileno() in ready:
+                self._obey(self._channel.receive(), hello)
+
+    def _obey(self, message: object, hello: Hello) -> None:
+        if isinstance(message, StartTrial):
+            self._start(message, hello)
+        elif isinstance(message, EndTrial):
+            self._end()
+        else:
+            raise AssertionError(f"the orchestrator sent {message!r}")
+
+    def _start(self, message: StartTrial, hello: Hello) -> None:
+        assert self._trial is None, "one trial at a time"
+        order = TrialOrder(
+            message.request,
+            hello.workload,
+            hello.entry,
+            hello.start_method,
+            hello.working_directory,
+            message.output_path,
+            message.result_path,
+        )
+        report_read, report_write = os.pipe()
+        os.set_blocking(report_read, False)
+        server = os.getpid()
+        pid = _fork()
+        if pid == 0:
+            self._become_trial(order, report_write, server)
+        os.close(report_write)
+        self._trial = _RunningTrial(pid, report_read)
+
+    def _become_trial(self, order: TrialOrder, report_descriptor: int, server: int) -> None:
+        try:
+            self._channel.close()
+            child.set_apart(order, server)
+            if order.start_method == "fresh":
+                child.run_fresh(order, report_descriptor)
+            else:
+                assert self._functions is not None
+                child.run_forked(order, report_descriptor, self._functions, self._thread_count)
+        except BaseException:  # ours, not the user's: it belongs into the trial's output, and must not reach the server
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        child.leave()
+
+    def _forward_reports(self, trial: _RunningTrial) -> None:
+        while True:
+            try:
+                piece = os.read(trial.report_descriptor, 4096)
+            except BlockingIOError:
+                break
+            if not piece:  # every process that could write to it is gone, or has closed it
+                trial.reports_open = False
+                break
+            *lines, trial.unread = (trial.unread + piece).split(b"\n")
+            for line in lines:
+                self._channel.send(PhaseReported(line.decode()))  # type: ignore[arg-type]  # our own child's spelling
+
+    def _reap(self) -> int | None:
+        """Buries every child that has ended, those included that a trial left to us; returns the trial's status."""
+        trial_status = None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return trial_status
+            if pid == 0:
+                return trial_status
+            if self._trial is not None and pid == self._trial.pid:
+                trial_status = status
+
+    # --- ending ---
+
+    def _end(self) -> None:
+        assert self._trial is not None
+        below = descendants(os.getpid(), except_below=self._kept)
+        limits = [limit for process in below if (limit := exhausted_files_limit(process.pid)) is not None]
+        killed, survivors = self._kill_all()
+        os.close(self._trial.report_descriptor)
+        known = tuple(sorted(killed | {self._trial.pid}))
+        self._trial = None
+        self._channel.send(TrialEnded(known, survivors, min(limits, default=None)))
+
+    def _kill_all(self) -> tuple[set[int], tuple[int, ...]]:
+        """Kills all that descends from us, however it tried to leave, and waits until it is gone."""
+        killed: set[int] = set()
+        deadline = time.monotonic() + _KILL_SECONDS
+        while True:
+            below = descendants(os.getpid(), except_below=self._kept)
+            if not below or time.monotonic() > deadline:
+                return killed, tuple(process.pid for process in below)
+            for process in below:
+                killed.add(process.pid)
+                try:
+                    os.kill(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.002)
+            self._reap()
+
+
+def import_user_module(hello: Hello) -> tuple[UserFunctions, int]:
+    """Imports torch and the user's functions, with one thread; returns also how many threads the trials shall have.
+
+    One parallel operation on the CPU before a fork makes every forked process hang in libgomp. What the user's module
+    itself asks for with `torch.set_num_threads` is taken down, to be set after the fork.
+    """
+    import torch
+
+    thread_count = torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
+    set_num_threads(1)
+    importing = True
+
+    def take_down(count: int) -> None:
+        nonlocal thread_count
+        if not importing:  # `from torch import set_num_threads` keeps this function
+            set_num_threads(count)
+            return
+        thread_count = count
+
+    if hello.warm_compiler:
+        _import_compiler()
+    torch.set_num_threads = take_down  # type: ignore[assignment]  # a function of native code there
+    sys.argv = [hello.workload.location]
+    try:
+        functions = load_functions(hello.workload)
+    finally:
+        importing = False
+        torch.set_num_threads = set_num_threads
+    child.load_entry(hello.entry)
+    set_num_threads(1)
+    return functions, thread_count
+
+
+def _import_compiler() -> None:
+    # the pool of compile processes that importing inductor starts would belong to the server, of no use to a trial
+    os.environ["TORCH_WARM_POOL"] = "0"
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
+
+
+def try_out_fork(thread_count: int) -> None:
+    """In a forked process: a parallel operation on the CPU and, where there is a GPU, the first use of CUDA."""
+    try:
+        import torch
+
+        torch.set_num_threads(thread_count)
+        (torch.ones(1 << 20) * 2).sum()
+        torch.ones(256, 256) @ torch.ones(256, 256)
+        if torch.cuda.is_available():
+            torch.cuda.init()
+    except BaseException as error:  # in a fork of the server nothing may escape
+        words = ("forked subprocess", "initialization error")
+        os._exit(_FORK_FAILED_STATUS if any(word in str(error) for word in words) else 0)
+    os._exit(0)
+
+
+def _fork() -> int:
+    child.flush_streams()  # or the child writes it a second time
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, which the user may have made an error; whether they matter has been tried out
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
+def main() -> None:
+    """Serves until the orchestrator is gone; leaves nothing behind."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    Server(Channel(connection), int(sys.argv[2])).run()
+    child.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""`ServerProcess`: the fork server as the orchestrator sees it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.processes.process_tree import carrying
+from autotune.processes.wire import MARKER_VARIABLE, Channel, Hello, ImportFailed, Ready
+from autotune.workload import WorkloadError
+
+_IMPORT_SECONDS = 600.0
+_STOP_SECONDS = 40.0
+"""More than the server itself takes to give up on a process that does not die."""
+
+
+class ServerProcess:
+    """One running server. It and all that descends from it are gone after `stop`, and when this process dies."""
+
+    def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
+        """Starts it with these variables beside our own; what it prints is appended to `log_path`."""
+        self._log_path = log_path
+        self._marker = secrets.token_hex(8)
+        variables = {
+            **os.environ,
+            **environment,
+            MARKER_VARIABLE: self._marker,
+            "AUTOTUNE_CHILD": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # importing inductor otherwise makes CUDA in a fork impossible
+        }
+        ours, theirs = socket.socketpair()
+        arguments = [sys.executable, "-m", "autotune.processes.server", str(theirs.fileno()), str(os.getpid())]
+        try:
+            with theirs, log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    arguments,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+                )
+        except OSError:
+            ours.close()
+            raise
+        self._channel = Channel(ours)
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    def prepare(self, hello: Hello) -> Ready:
+        """Has it import the user's module. Raises WorkloadError where that fails, in whichever way."""
+        location = hello.workload.location
+        try:
+            self.send(hello)
+            answer = self.receive(_IMPORT_SECONDS)
+        except TimeoutError:
+            raise WorkloadError(f"importing {location} did not end within {_IMPORT_SECONDS:.0f} s") from None
+        except EOFError:
+            ended = self.how_it_ended()
+            raise WorkloadError(
+                f"importing {location} ended the process with {ended}; what it printed is in {self._log_path}"
+            ) from None
+        if isinstance(answer, ImportFailed):
+            raise WorkloadError(answer.message, answer.detail)
+        assert isinstance(answer, Ready), answer
+        return answer
+
+    def send(self, message: object) -> None:
+        """Raises EOFError where the server is gone."""
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            raise EOFError from error
+
+    def receive(self, timeout_seconds: float) -> Any:
+        """Its next message. Raises TimeoutError, and EOFError where the server is gone."""
+        return self._channel.receive(timeout_seconds)
+
+    def how_it_ended(self) -> str:
+        """`signal SIGSEGV` or `status 3`, of a server that has hung up."""
+        try:
+            code = self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+
+    def stop(self) -> None:
+        """Ends it and everything it has started; harmless when called twice."""
+        self._channel.close()  # on which it kills its descendants and exits
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        finally:
+            self._kill_marked()
+
+    def _kill_marked(self) -> None:
+        """Kills what outlived a server that was itself killed."""
+        deadline = time.monotonic() + _STOP_SECONDS
+        while (left := carrying(MARKER_VARIABLE, self._marker)) and time.monotonic() < deadline:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self._process.poll()
+            time.sleep(0.005)
