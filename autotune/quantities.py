@@ -96,9 +96,11 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
 
 
 def format_duration(seconds: float) -> str:
-    """Such as `0.42 s`, `38 s`, `9 min 58 s`, `1 h 30 min`."""
+    """Such as `12 ms`, `0.42 s`, `38 s`, `9 min 58 s`, `1 h 30 min`."""
     if seconds < 0:
         return f"-{format_duration(-seconds)}"
+    if 0 < seconds < 0.0995:
+        return f"{seconds * 1000:.2g} ms"
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)

@@ -144,6 +144,11 @@ def _parity_lines(parity: ParityResult | None, keep: bool) -> tuple[str, ...]:
         lines.append(f"largest difference: {format_error(parity.worst_parameter_error)}, in {parity.worst_parameter}")
     if parity.worst_buffer is not None:
         lines.append(f"buffers differ by {format_error(parity.buffer_error)} at most, in {parity.worst_buffer}")
+    if parity.reference_losses and parity.candidate_losses:
+        lines.append(
+            f"loss after {len(parity.candidate_losses)} steps: {parity.candidate_losses[-1]:.5g}, "
+            f"yours in fp32 {parity.reference_losses[-1]:.5g}"
+        )
     if parity.missing_gradients:
         lines.append(f"without a gradient: {', '.join(parity.missing_gradients)}")
     return (*lines, *parity.notes)

@@ -1,0 +1,117 @@
+"""Why a configuration is recommended, and what it costs, each as sentences with the trials that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.config import TrainingConfig, Value
+from autotune.knobs.base import Knob
+from autotune.quantities import format_bytes, format_duration, format_error, format_ratio
+from autotune.records import Answer, Trial, WorkloadFacts
+
+NOTICEABLE_MEMORY = 1.05
+"""A peak that is higher by less than this is not worth a sentence."""
+
+NOTICEABLE_COMPILE_SECONDS = 1.0
+
+
+def reasons(
+    config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial], knobs: Sequence[Knob]
+) -> tuple[str, ...]:
+    """A sentence for each knob that differs from the baseline: what it does, and what trials showed of it.
+
+    Evidence is a trial that changes this knob alone from the baseline, or one that is the recommended configuration
+    with this knob back at the baseline. A knob that was only tried together with others says so.
+    """
+    summaries = {knob.name: knob.summary for knob in knobs}
+    changes = config.changes_from(baseline)
+    return tuple(
+        f"{name}={_text(value)} ({summaries[name]}): {_evidence(name, config, baseline, trials)}"
+        for name, value in changes.items()
+    )
+
+
+def _evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
+    alone = _measured(trials, baseline.replace({name: config[name]}))
+    without = _measured(trials, config.replace({name: baseline[name]}))
+    start, end = _measured(trials, baseline), _measured(trials, config)
+    seen: list[str] = []
+    if alone is not None and start is not None:
+        seen.append(f"{_ratio(alone, start)} the speed alone (trial {alone.number})")
+    if without is not None and end is not None and without.config != baseline:
+        seen.append(f"{_ratio(end, without)} beside the other changes (trial {without.number} is without it)")
+    return " and ".join(seen) or "tried only together with other changes"
+
+
+def _measured(trials: Sequence[Trial], config: TrainingConfig) -> Trial | None:
+    """The latest measurement of a configuration, which is the most thorough one."""
+    return next((trial for trial in reversed(trials) if trial.config == config and trial.measurement is not None), None)
+
+
+def _ratio(faster: Trial, slower: Trial) -> str:
+    assert faster.measurement is not None and slower.measurement is not None
+    return format_ratio(faster.measurement.samples_per_second / slower.measurement.samples_per_second)
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def prices(answer: Answer, baseline: Answer, workload: WorkloadFacts, knobs: Sequence[Knob]) -> tuple[str, ...]:
+    """What a person gives for the speed, one sentence each; none where it is free."""
+    changes = answer.config.changes_from(baseline.config)
+    changed = [knob for knob in knobs if knob.name in changes]
+    return (
+        *_batch_prices(answer, baseline, workload),
+        *(
+            f"{knob.name}={_text(changes[knob.name])} changes what is trained: {knob.summary}"
+            for knob in changed
+            if knob.effect == "training" and knob.stage != "batch"  # the batch has its own sentences above
+        ),
+        *_rounding_price(answer, [knob.name for knob in changed if knob.effect == "rounding"]),
+        *_compile_price(answer),
+        *_memory_price(answer, baseline),
+    )
+
+
+def _batch_prices(answer: Answer, baseline: Answer, workload: WorkloadFacts) -> tuple[str, ...]:
+    sentences: list[str] = []
+    if answer.effective_batch_size != baseline.effective_batch_size:
+        sentences.append(
+            f"an optimizer step takes {answer.effective_batch_size:,} samples instead of "
+            f"{baseline.effective_batch_size:,}: that is another training, whose learning rate and schedule have to be "
+            "chosen anew"
+        )
+    if workload.has_batch_norm and answer.micro_batch_size != baseline.micro_batch_size:
+        sentences.append(
+            f"BatchNorm sees {answer.micro_batch_size:,} samples at a time instead of {baseline.micro_batch_size:,}"
+        )
+    return tuple(sentences)
+
+
+def _rounding_price(answer: Answer, names: list[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    subject = f"{' and '.join(names)} {'round' if len(names) > 1 else 'rounds'} differently"
+    if answer.parity is None:
+        return (f"{subject}, and how much was not checked",)
+    error, floor = format_error(answer.parity.relative_error), format_error(answer.parity.floor)
+    return (f"{subject}: the gradient is {error} off your step in fp32, where rounding alone gives {floor}",)
+
+
+def _compile_price(answer: Answer) -> tuple[str, ...]:
+    if answer.compile_seconds < NOTICEABLE_COMPILE_SECONDS:
+        return ()
+    cold = f"the first step takes {format_duration(answer.compile_seconds)} longer where nothing is cached"
+    if answer.compile_pays_after_steps is None:
+        return (f"{cold}, which no number of steps pays back",)
+    return (f"{cold}, paid back after {answer.compile_pays_after_steps:,} steps",)
+
+
+def _memory_price(answer: Answer, baseline: Answer) -> tuple[str, ...]:
+    if answer.peak_allocated_bytes <= NOTICEABLE_MEMORY * baseline.peak_allocated_bytes:
+        return ()
+    return (
+        f"the peak memory is {format_bytes(answer.peak_allocated_bytes)} instead of "
+        f"{format_bytes(baseline.peak_allocated_bytes)}",
+    )
