@@ -141,7 +141,11 @@ def _knobs(arguments: argparse.Namespace, load_api: LoadApi) -> int:
 
 
 def _spaces(arguments: argparse.Namespace, load_api: LoadApi) -> int:
-    raise NotImplementedError
+    from autotune.report.listings import spaces_document
+    from autotune.space import preset_names
+
+    _show(spaces_document(preset_names()))
+    return ANSWER
 
 
 def _show_study(arguments: argparse.Namespace, load_api: LoadApi) -> int:

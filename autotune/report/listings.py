@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.config import Value
@@ -27,15 +27,6 @@ class KnobLine:
     summary: str
     effect: str
     cures: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SpaceLine:
-    """A preset as `autotune spaces` lists it."""
-
-    name: str
-    summary: str
-    knobs: tuple[str, ...]
 
 
 def check_document(report: CheckReport) -> Document:
@@ -151,10 +142,9 @@ def knobs_document(knobs: Sequence[KnobLine]) -> Document:
     )
 
 
-def spaces_document(spaces: Sequence[SpaceLine]) -> Document:
-    """The presets that --space takes."""
-    rows = tuple((space.name, space.summary, ", ".join(space.knobs)) for space in spaces)
+def spaces_document(summaries: Mapping[str, str]) -> Document:
+    """The presets that --space takes, by name."""
     return (
-        Grid("Search spaces", ("name", "what for", "knobs"), rows),
-        Sentence("Use one with --space NAME, or write your own file and name it: --space FILE.toml."),
+        Lines("Search spaces", tuple(f"{name}: {summary}" for name, summary in summaries.items())),
+        Sentence("Use one with --space NAME, or a file of your own with --space FILE.toml."),
     )

@@ -65,14 +65,6 @@ class LiveView:
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._spinner = Spinner("dots")
-        self._live = Live(
-            get_renderable=self._picture,
-            console=self._console,
-            refresh_per_second=REDRAWS_PER_SECOND,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
         self._stage = "starting"
         self._running = ""
         self._phase: Phase | None = None
@@ -81,6 +73,14 @@ class LiveView:
         self._failed_count = 0
         self._failures: deque[str] = deque(maxlen=FAILURES_SHOWN)
         self._ends_at_seconds: float | None = None
+        self._live = Live(
+            get_renderable=self._picture,
+            console=self._console,
+            refresh_per_second=REDRAWS_PER_SECOND,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
@@ -157,7 +157,8 @@ class LiveView:
         left = "" if self._ends_at_seconds is None else self._left_text()
         head.add_row(self._spinner, Text(self._stage, "bold"), Text(left, "cyan"))
         phase = "" if self._phase is None else f" [{self._phase}]"
-        counts = f"{self._finished_count} trials, {self._failed_count} failed"
+        trials = "1 trial" if self._finished_count == 1 else f"{self._finished_count} trials"
+        counts = f"{trials}, {self._failed_count} failed"
         rows = [Text(f"  {self._running}{phase}")] if self._running else []
         rows += [Text(f"  {self._best}", "green")] if self._best else []
         rows += [Text(f"  {counts}", "dim"), *(Text(f"  {failure}", "yellow") for failure in self._failures)]

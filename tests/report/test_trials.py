@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.records import Blocks, Failure, LoaderProbe, MemoryMarks, MemoryProbe, Probe, SoakResult, TrialAnswer
+from autotune.report.document import Grid
+from autotune.report.text import render
+from autotune.report.trials import trials_document
+from tests.report.sample_records import BASELINE, GIB, parity, recommendation, trial
+
+STUDY = Path("study")
+CRASH = Failure(
+    kind="crash", phase="build", message="the process died; look at what it printed", signal="SIGSEGV",
+    output_path="/tmp/with a/very/long/name/that/is/longer/than/eighty/columns/study/trials/2/output.txt",
+    detail='  File "train.py", line 3, in model_fn\n    boom()',
+)  # fmt: skip
+TRIALS = [
+    trial(0, {}, rate=1000.0, stage="baseline"),
+    trial(1, {"precision": "bf16"}, rate=1800.0),
+    trial(2, {"batch_size": 96, "pin_memory": True}, failure=CRASH, stage="explore"),
+]
+
+
+def probe(kind: Any, **answer: Any) -> Probe:
+    config = BASELINE.replace({"precision": "bf16"})
+    return Probe(kind=kind, config=config, answer=TrialAnswer(**answer), started_at=1.8e9, machine_identity="0123456789ab")
+
+
+def test_every_trial_is_a_row_that_says_what_it_changed() -> None:
+    grid = next(block for block in trials_document(TRIALS, [], None, STUDY) if isinstance(block, Grid))
+    assert grid.rows == (
+        ("0", "baseline", "your settings", "1,000", "10.0 GiB", "12 s"),
+        ("1", "compute", "precision=bf16", "1,800", "10.0 GiB", "12 s"),
+        ("2", "explore", "batch_size=96, pin_memory=true", "crash", "-", "12 s"),
+    )
+
+
+def test_a_confirmation_says_its_round() -> None:
+    confirmed = trial(3, {}, rate=1000.0, stage="confirm").model_copy(update={"round": 1})
+    grid = next(block for block in trials_document([confirmed], [], recommendation(), STUDY) if isinstance(block, Grid))
+    assert grid.rows[0][1] == "confirm 2"
+    assert grid.rows[0][2] == "your settings"
+
+
+def test_a_failure_comes_with_reason_frames_and_the_whole_path_of_its_output() -> None:
+    text = render(trials_document(TRIALS, [], None, STUDY))
+    flat = " ".join(text.split())
+    assert (
+        "trial 2, batch_size=96, pin_memory=true: crash (SIGSEGV) in build: the process died; look at what it printed"
+        in flat
+    )
+    assert f"trial 2: {CRASH.output_path}" in text
+    assert '      File "train.py", line 3, in model_fn\n        boom()' in text
+
+
+def test_the_verdict_ends_it() -> None:
+    assert render(trials_document(TRIALS, [], recommendation(), STUDY)).endswith(recommendation().verdict)
+    assert render(trials_document(TRIALS, [], None, STUDY)).endswith(
+        "No recommendation yet: the search was not finished."
+    )
+
+
+def test_an_empty_study_says_so() -> None:
+    assert render(trials_document([], [], None, STUDY)) == "study holds no trials yet."
+
+
+@pytest.mark.parametrize(
+    ("shown", "line"),
+    [
+        (
+            probe("memory", memory=MemoryProbe(
+                micro_batch_size=64, memory=MemoryMarks(peak_allocated_bytes=3 * GIB), limit_bytes=None, fits=True,
+                step_seconds=0.1,
+            )),
+            "memory, precision=bf16: batch 64 takes 3.0 GiB, fits",
+        ),
+        (
+            probe("memory", memory=MemoryProbe(
+                micro_batch_size=64, memory=MemoryMarks(peak_allocated_bytes=3 * GIB), limit_bytes=None, fits=False,
+                reason="the allocator retried", step_seconds=0.1,
+            )),
+            "does not fit: the allocator retried",
+        ),
+        (
+            probe("loader", loader=LoaderProbe(
+                num_workers=4, micro_batch_size=64, samples_per_second=4168.0,
+                blocks=Blocks(seconds=(0.3,), samples=(1250,), steps=(10,)),
+            )),
+            "loader, precision=bf16: 4 workers alone give 4,168 samples/s",
+        ),
+        (probe("parity", parity=parity()), "trains the same: within three times"),
+        (probe("parity", parity=parity(passed=False, reason="no gradient")), "does not train the same: no gradient"),
+        (
+            probe("soak", soak=SoakResult(
+                steps=1200, samples_per_second=1800.0, growth_bytes_per_step=0, allocator_retries=0, findings=("a leak",)
+            )),
+            "1,200 steps at 1,800 samples/s: a leak",
+        ),
+        (
+            probe("memory", failure=Failure(kind="device_oom", phase="warm-up", message="too large")),
+            "device_oom in warm-up: too large",
+        ),
+    ],
+)  # fmt: skip
+def test_a_probe_is_one_line(shown: Probe, line: str) -> None:
+    assert line in " ".join(render(trials_document(TRIALS, [shown], None, STUDY)).split())
