@@ -181,6 +181,8 @@ class TrialRequest(Record):
     config: TrainingConfig
     """Empty for `facts`, which runs the user's program as it stands."""
     conditions: Conditions
+    blocks: tuple[str, ...] = ()
+    """Module names of the repeated blocks, from the facts."""
     block_seconds: float = 0.3
     minimum_blocks: int = 3
     maximum_blocks: int = 12
@@ -310,8 +312,9 @@ class ParityResult(Record):
     missing_gradients: tuple[str, ...] = ()
     buffer_error: float = 0.0
     worst_buffer: str | None = None
-    reference_loss: float
-    candidate_loss: float
+    reference_losses: tuple[float, ...]
+    candidate_losses: tuple[float, ...]
+    """Over the same steps."""
     micro_batch_size: int
     micro_batches_per_step: int
     notes: tuple[str, ...] = ()

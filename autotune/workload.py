@@ -66,7 +66,7 @@ class Workload:
     def reference(self) -> WorkloadReference:
         """The part that a result keeps."""
         return WorkloadReference(
-            form=self.form,  # type: ignore[arg-type]  # a Literal there, checked by pydantic
+            form=self.form,
             location=self.location,
             names=self.names,
             source_hash=self.source_hash,
@@ -96,7 +96,9 @@ def workload_from_target(target: str) -> Workload:
         finally:
             sys.path.pop(0)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            raise WorkloadError(f"no module named {target!r} here; give a path that ends in .py, or a dotted module name")
+            raise WorkloadError(
+                f"no module named {target!r} here; give a path that ends in .py, or a dotted module name"
+            )
         path = Path(spec.origin)
         search_path = (os.getcwd(),)
     source = path.read_text(encoding="utf-8", errors="replace")
@@ -140,7 +142,9 @@ def _names_in_source(source: str, shown: str) -> dict[str, str]:
     missing = [role for role in REQUIRED_ROLES if role not in defined]
     if missing and not star_import:
         functions = [
-            node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_"
+            node.name
+            for node in tree.body
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_"
         ]
         found = f"it defines {', '.join(functions)}" if functions else "it defines no functions"
         raise WorkloadError(
@@ -170,7 +174,9 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
         return _workload_from_main_script(functions, search_path, source_hash, f"{type(error).__name__}: {error}")
     if len(payload) > MAXIMUM_PICKLE_BYTES:
         size = f"{len(payload) / 2**20:.0f} MiB, more than {MAXIMUM_PICKLE_BYTES // 2**20} MiB"
-        return _workload_from_main_script(functions, search_path, source_hash, f"they and what they refer to take {size}")
+        return _workload_from_main_script(
+            functions, search_path, source_hash, f"they and what they refer to take {size}"
+        )
     names = {role: getattr(function, "__name__", role) for role, function in functions.items()}
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Workload("value", main_file or "notebook", names, payload, search_path, source_hash)
@@ -206,7 +212,7 @@ def _workload_from_main_script(
     if main_file is None or not simple or not guarded:
         raise WorkloadError(
             f"the functions cannot be sent to a trial process ({reason}). Put them into a module and import them, or "
-            "call fit under `if __name__ == \"__main__\":` so that the script can be imported again"
+            'call fit under `if __name__ == "__main__":` so that the script can be imported again'
         )
     names = {role: function.__qualname__ for role, function in functions.items()}
     return Workload("file", str(Path(main_file).resolve()), names, None, search_path, source_hash)
@@ -235,7 +241,11 @@ def load_functions(workload: Workload) -> UserFunctions:
 
 
 def _import_file(path: Path) -> ModuleType:
-    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"autotune_user_{_hash_text(str(path))}"
+    name = (
+        path.stem
+        if path.stem.isidentifier() and path.stem not in sys.modules
+        else f"autotune_user_{_hash_text(str(path))}"
+    )
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

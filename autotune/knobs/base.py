@@ -129,6 +129,10 @@ class Knob(ABC):
     def export(self, value: Value, config: TrainingConfig, facts: SearchFacts) -> CodeLines:
         """The lines of plain PyTorch that do the same; none at the baseline."""
 
+    def slow_first_step(self, value: Value) -> bool:
+        """Whether this value makes the first step take minutes: something is compiled or tuned in it."""
+        return False
+
     def rounds_to(self, value: Value) -> Literal["bfloat16", "float16", "tf32"] | None:
         """The type that this value rounds to, for the parity check's floor; None where it rounds nothing."""
         return None

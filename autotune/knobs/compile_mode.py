@@ -55,6 +55,9 @@ class CompileMode(Knob):
             )
         return None
 
+    def slow_first_step(self, value: Value) -> bool:
+        return value != AS_IS
+
     def parse(self, text: str) -> Value:
         return parse_choice(self.name, text, VALUES)
 
@@ -82,6 +85,7 @@ class CompileMode(Knob):
 
         if value == AS_IS:
             return
+        parts.expects_compiled_graphs = True
         for target in parts.compile_targets or [CompileTarget(parts.model, "forward")]:
             plain = getattr(target.owner, target.attribute)
             setattr(target.owner, target.attribute, torch.compile(plain, mode=str(value)))

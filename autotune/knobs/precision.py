@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import AS_IS, CodeLines, Knob, TrainingParts, parse_choice
@@ -62,6 +62,9 @@ class Precision(Knob):
             context=f"torch.autocast(device.type, dtype=torch.{DTYPE_NAMES[str(value)]})",
             scaler="torch.amp.GradScaler(device.type)" if value == "fp16" else None,
         )
+
+    def rounds_to(self, value: Value) -> Literal["bfloat16", "float16", "tf32"] | None:
+        return {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}.get(str(value))  # type: ignore[return-value]
 
     def configure_process(self, value: Value, device: torch.device) -> None:
         import torch

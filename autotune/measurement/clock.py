@@ -91,7 +91,7 @@ class BlockClock:
     def forget(self) -> None:
         """Drops all blocks but keeps the pace of the last, so that the next one has the right length."""
         for values in (self.seconds, self.samples, self.steps, self.weights):
-            del values[:-1]  # type: ignore[attr-defined]  # each is a list
+            del values[:-1]
 
 
 def is_precise(blocks: Blocks, relative_precision: float) -> bool:

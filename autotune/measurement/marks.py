@@ -78,7 +78,9 @@ class MemoryMeter:
     def marks(self, peaks: StepPeaks) -> MemoryMarks:
         """The marks of the steps since the last reset, with the phases of one watched step."""
         if self.device.type == "cpu":
-            return MemoryMarks(peak_allocated_bytes=self.peak_bytes(), growth_bytes_per_step=self.growth_bytes_per_step())
+            return MemoryMarks(
+                peak_allocated_bytes=self.peak_bytes(), growth_bytes_per_step=self.growth_bytes_per_step()
+            )
         statistics = torch.cuda.memory_stats(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         return MemoryMarks(

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _worker_module
 
-from autotune.surgery.batches import byte_count, leading_size, tensors
+from autotune.surgery.batches import leading_size, tensors
 from autotune.workload import WorkloadError
 
 DEFAULT_BATCH_SIZE = 32
@@ -54,7 +54,7 @@ def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=DEFAULT_BATCH_SIZE), False
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        length = len(data)  # type: ignore[arg-type]  # map-style data sets have a length
+        length = len(data)
         if length == 0:
             raise WorkloadError("data_fn returned an empty data set; there is nothing to train on")
         return DataLoader(data, batch_size=min(DEFAULT_BATCH_SIZE, length), shuffle=True), False
@@ -126,7 +126,7 @@ def _shards(first: Any, second: Any, count: int = 4) -> bool:
     saved = get_worker_info()
     try:
         for worker_id, dataset in enumerate((first, second)):
-            _worker_module._worker_info = _worker_module.WorkerInfo(  # type: ignore[attr-defined]
+            _worker_module._worker_info = _worker_module.WorkerInfo(
                 id=worker_id, num_workers=2, seed=worker_id, dataset=dataset
             )
             torch.manual_seed(0)
@@ -140,11 +140,6 @@ def _shards(first: Any, second: Any, count: int = 4) -> bool:
 def _signature(sample: Any) -> Any:
     found = tuple(tuple(tensor.detach().flatten()[:64].tolist()) for tensor in tensors(sample))
     return found or repr(sample)
-
-
-def sample_bytes(batch: Any, samples: int) -> int:
-    """Bytes of tensors that one sample brings."""
-    return byte_count(batch) // max(1, samples)
 
 
 def counted(loader: DataLoader[Any]) -> DataLoader[Any]:

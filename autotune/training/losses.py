@@ -54,7 +54,7 @@ def _check_scalar(loss: torch.Tensor) -> None:
         raise WorkloadError(
             f"loss_fn returned a tensor of shape {list(loss.shape)} where a scalar is expected; return its .mean()"
         )
-    if not loss.requires_grad:
+    if torch.is_grad_enabled() and not loss.requires_grad:
         raise WorkloadError(
             "loss_fn returned a scalar without a gradient; compute it from the model's output without .detach(), "
             ".item() or torch.no_grad()"
@@ -83,7 +83,9 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Loss:
         output = model(batch)
     loss = _loss_in(output)
     if loss is None:
-        raise WorkloadError(_no_loss_message(batch, f"the model returned {_describe_result(output)} with no loss in it"))
+        raise WorkloadError(
+            _no_loss_message(batch, f"the model returned {_describe_result(output)} with no loss in it")
+        )
     return loss, None
 
 
@@ -98,7 +100,9 @@ def _loss_in(output: Any) -> torch.Tensor | None:
         candidates = [item for item in output if isinstance(item, torch.Tensor) and item.numel() == 1]
     else:
         candidates = []
-    usable = [item for item in candidates if isinstance(item, torch.Tensor) and item.numel() == 1 and item.requires_grad]
+    usable = [
+        item for item in candidates if isinstance(item, torch.Tensor) and item.numel() == 1 and item.requires_grad
+    ]
     return usable[0] if len(usable) == 1 else None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from autotune.surgery.loaders import as_loader, counted, rebuilt
 from autotune.training.losses import explain_failed_call, loss_function
 from autotune.training.windows import Window, WindowLoader
 from autotune.workload import UserFunctions, WorkloadError
+
+Hook = TypeVar("Hook")
 
 
 class Training:
@@ -57,11 +60,14 @@ class Training:
         )
         self._apply_to_model(settings, functions)
         self.loader = self._made_loader(settings, functions)
-        self._contexts = [made for knob, value in settings if (made := knob.step_context(value, self.parts))]
-        self._batch_transforms = [made for knob, value in settings if (made := knob.transform_batch(value, self.parts))]
-        self._loss_transforms = [made for knob, value in settings if (made := knob.backward(value, self.parts))]
+        self._contexts = _present(knob.step_context(value, self.parts) for knob, value in settings)
+        self._batch_transforms = _present(knob.transform_batch(value, self.parts) for knob, value in settings)
+        self._loss_transforms = _present(knob.backward(value, self.parts) for knob, value in settings)
         self._parameters = [
-            parameter for group in self.optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
         ]
 
     @property
@@ -194,6 +200,10 @@ class Training:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _present(hooks: Iterable[Hook | None]) -> list[Hook]:
+    return [hook for hook in hooks if hook is not None]
 
 
 def _made_model(functions: UserFunctions) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -50,4 +51,4 @@ class WindowLoader:
         batches = len(self.loader)
         if self.loader.drop_last:
             return batches // self.micro_batches_per_step
-        return -(-batches // self.micro_batches_per_step)
+        return math.ceil(batches / self.micro_batches_per_step)

@@ -1,0 +1,403 @@
+"""`fit`, and what the command line calls: wires machine, workload, processes, space, study and search together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from autotune import __version__
+from autotune.config import TrainingConfig, Value
+from autotune.errors import NoAnswerError, SearchInterrupted, UserError
+from autotune.knobs.registry import KNOBS
+from autotune.machine import GpuWatch, gpu_used_bytes, read_machine_facts
+from autotune.options import CheckReport, MemoryReport, RefusedValue, SearchOptions
+from autotune.processes.pool import TrialPool
+from autotune.quantities import parse_duration, parse_size
+from autotune.records import (
+    Conditions,
+    Failure,
+    MachineFacts,
+    PhaseTimeouts,
+    Probe,
+    Recommendation,
+    SearchFacts,
+    Settings,
+    Trial,
+    TrialRequest,
+    WorkloadFacts,
+)
+from autotune.result import TuningResult, load
+from autotune.search.baseline import baseline_error
+from autotune.search.budget import Budget
+from autotune.search.memory import find_ceiling
+from autotune.search.recommend import Evidence, recommend
+from autotune.search.search import Search
+from autotune.search.session import Session, pace_for
+from autotune.search.study import Study, stored_records, workload_identity
+from autotune.search.watcher import QuietWatcher, SearchWatcher
+from autotune.space import SearchSpace, build_space
+from autotune.workload import Workload, WorkloadError, workload_from_functions
+
+__all__ = ["check", "fit", "load", "memory", "open_study", "search"]
+
+RESULT_NAME = "best.json"
+FEWEST_TRIALS = 3
+"""A budget must hold so many measurements of the baseline, or there is no time to find and confirm anything."""
+LARGEST_BATCH = {"cuda": (256, 4096), "cpu": (32, 256)}
+"""No micro-batch above so many times the user's own, or above that number if it is larger, is tried."""
+
+
+def fit(
+    model_fn: Callable[[], Any],
+    data_fn: Callable[[], Any],
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer_fn: Callable[[Any], Any] | None = None,
+    scheduler_fn: Callable[[Any], Any] | None = None,
+    clip_grad_norm: float | None = None,
+    global_batch_size: int | None = None,
+    free_batch: bool = False,
+    space: str = "default",
+    only: tuple[str, ...] = (),
+    fix: Mapping[str, Value] | None = None,
+    objective: Literal["throughput", "memory"] = "throughput",
+    budget: str | float = "10m",
+    trials: int | None = None,
+    memory_limit: str | int | None = None,
+    memory_margin: float = 0.05,
+    train_samples: int | None = None,
+    device: Literal["cuda", "cpu"] | None = None,
+    study: str | Path = "autotune-study",
+    seed: int = 0,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> TuningResult:
+    """Finds the fastest way to run the training step of these functions that fits and trains the same.
+
+    `model_fn()` returns a fresh `torch.nn.Module` at every call, `data_fn()` a Dataset, IterableDataset or DataLoader,
+    `loss_fn(model, batch)` the scalar mean loss or `(loss_sum, weight)`. `budget` is a duration (`"10m"`, or seconds),
+    `memory_limit` a size (`"24GiB"`, or bytes). Trials and `best.json` are kept in the directory `study`; the same call
+    goes on where it stopped. Progress goes to stderr unless `quiet`.
+
+    Raises `UserError` (a ValueError) for what the user can change, with a sentence that says so, `NoAnswerError` where
+    there is no answer for another reason, `SearchInterrupted` (a KeyboardInterrupt) after Ctrl-C, with the best so far.
+    """
+    if os.environ.get("AUTOTUNE_CHILD"):
+        raise UserError(
+            "fit was reached again inside a trial process: importing the script runs it. Put the call under "
+            '`if __name__ == "__main__":`'
+        )
+    given = {
+        "model_fn": model_fn,
+        "data_fn": data_fn,
+        "loss_fn": loss_fn,
+        "optimizer_fn": optimizer_fn,
+        "scheduler_fn": scheduler_fn,
+    }
+    options = SearchOptions(
+        budget_seconds=parse_duration(budget) if isinstance(budget, str) else float(budget),
+        trials=trials,
+        space=space,
+        only=tuple(only),
+        fixed={
+            name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in (fix or {}).items()
+        },
+        global_batch_size=global_batch_size,
+        free_batch=free_batch,
+        objective=objective,
+        memory_limit_bytes=parse_size(memory_limit) if isinstance(memory_limit, str) else memory_limit,
+        memory_margin=memory_margin,
+        train_samples=train_samples,
+        device=device,
+        study=Path(study),
+        seed=seed,
+        fresh=fresh,
+        clip_grad_norm=clip_grad_norm,
+    )
+    with _user_errors():
+        workload = workload_from_functions({role: function for role, function in given.items() if function is not None})
+    if quiet:
+        return search(workload, options, QuietWatcher())
+    from autotune.report.terminal import LiveView
+
+    with LiveView(sys.stderr) as watcher:
+        return search(workload, options, watcher)
+
+
+def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> TuningResult:
+    """The whole search. Saves the recommendation as `best.json` in the study's directory and returns it.
+
+    Raises as `fit` does.
+    """
+    began = time.monotonic()
+    with _opened(workload, options, watcher) as opened:
+        started = Search(opened.session)
+        session = opened.session
+        try:
+            with GpuWatch() as gpu:
+                _run(started, began)
+                session.warnings.extend(gpu.notes())
+        except KeyboardInterrupt:
+            result = _result(opened, started, began, unconfirmed=True) if session.baseline_rate() else None
+            raise SearchInterrupted(result) from None
+        return _result(opened, started, began)
+
+
+def _run(started: Search, began: float) -> None:
+    started.begin()
+    session = started.session
+    baseline = session.baseline_trial()
+    assert baseline is not None
+    if session.budget.left() < FEWEST_TRIALS * baseline.seconds and not _was_searched(session):
+        needed = time.monotonic() - began + 3 * FEWEST_TRIALS * baseline.seconds
+        raise UserError(
+            f"a budget of {session.budget.seconds:.0f} s is too small: measuring your own program took "
+            f"{time.monotonic() - began:.0f} s. Give at least --budget {needed:.0f}s; the measurement is kept"
+        )
+    started.go_on()
+
+
+def _was_searched(session: Session) -> bool:
+    return any(trial.stage not in ("baseline", "memory") for trial in session.trials)
+
+
+def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport:
+    """One step of the user's program, and what a search would do with it. Writes no study."""
+    machine = read_machine_facts()
+    conditions = _conditions(options, machine)
+    with _pool(workload, options, watcher, machine) as pool:
+        facts = _facts(pool, machine, conditions, options)
+    space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
+    refused = []
+    for knob in KNOBS:
+        others = {name: value for name, value in space.baseline.items() if name != knob.name}
+        for value in space.choices[knob.name]:
+            reason = knob.conflict(value, others, facts)
+            if reason is not None:
+                refused.append(RefusedValue(knob=knob.name, value=value, reason=reason))
+    refused += _fixed_reasons(facts.workload)
+    return CheckReport(
+        facts=facts,
+        offered=space.choices,
+        refused=tuple(refused),
+        estimated_search_seconds=options.budget_seconds,
+        warnings=facts.workload.notes,
+    )
+
+
+def _fixed_reasons(workload: WorkloadFacts) -> list[RefusedValue]:
+    reasons = {"batch": workload.batch_fixed_reason, "loader": workload.workers_fixed_reason}
+    return [
+        RefusedValue(knob=knob.name, value=None, reason=reason)
+        for knob in KNOBS
+        if (reason := reasons.get(knob.stage)) is not None and (knob.stage == "batch" or knob.memory != "none")
+    ]
+
+
+def memory(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport:
+    """Does it fit, and how far: the ceiling of the user's program and of each way to save memory."""
+    with _opened(workload, options, watcher) as opened:
+        session = opened.session
+        session.baseline = session.space.baseline
+        watcher.stage("memory", "how far the batch goes")
+        ceilings = tuple(
+            find_ceiling(session, config) for config in Search(session).memory_candidates(session.baseline)
+        )
+        return MemoryReport(
+            facts=session.facts,
+            baseline=session.baseline,
+            ceilings=ceilings,
+            limit_bytes=session.memory_limit_bytes(),
+            warnings=tuple(session.warnings),
+        )
+
+
+def open_study(directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]:
+    """What a study's directory holds: the recommendation if there is one, all trials, all probes.
+
+    Raises `UserError` where it holds no study.
+    """
+    trials, probes = stored_records(directory)
+    saved = directory / RESULT_NAME
+    return (load(saved).recommendation if saved.is_file() else None), trials, probes
+
+
+class _Opened:
+    """A session, and what is needed to make a result of it."""
+
+    def __init__(self, session: Session, workload: Workload, directory: Path) -> None:
+        self.session, self.workload, self.directory = session, workload, directory
+
+
+@contextmanager
+def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> Iterator[_Opened]:
+    """Reads the facts, opens the study and makes the session; ends every process in the end."""
+    machine = read_machine_facts()
+    budget = Budget(options.budget_seconds, options.trials)
+    conditions = _conditions(options, machine)
+    _writable(options.study)
+    for note in machine.notes:
+        watcher.note(note)
+    with _pool(workload, options, watcher, machine) as pool:
+        watcher.stage("baseline", "one step of your program")
+        facts = _facts(pool, machine, conditions, options)
+        space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
+        conditions = conditions.model_copy(update={"global_batch_size": facts.global_batch_size})
+        settings = _settings(options, conditions, space)
+        study = Study.open(
+            options.study,
+            workload=workload_identity(workload.reference(), facts.workload),
+            space=space,
+            conditions=conditions,
+            objective=options.objective,
+            machine_identity=machine.identity,
+            seed=options.seed,
+            fresh=options.fresh,
+        )
+        try:
+            session = Session(
+                backend=pool,
+                study=study,
+                space=space,
+                facts=facts,
+                settings=settings,
+                budget=budget,
+                watcher=watcher,
+                pace=pace_for(options.budget_seconds),
+            )
+            session.resume()
+            yield _Opened(session, workload, options.study)
+        finally:
+            study.close()
+
+
+@contextmanager
+def _pool(
+    workload: Workload, options: SearchOptions, watcher: SearchWatcher, machine: MachineFacts
+) -> Iterator[TrialPool]:
+    used = gpu_used_bytes if _device(options, machine) == "cuda" else None
+    with TrialPool(
+        workload, options.study / "processes", warm_compiler=True, gpu_used_bytes=used, on_note=watcher.note
+    ) as pool:
+        with _user_errors():
+            pool.start()
+        yield pool
+
+
+def _device(options: SearchOptions, machine: MachineFacts) -> Literal["cuda", "cpu"]:
+    if options.device is None:
+        return "cuda" if machine.gpus else "cpu"
+    if options.device == "cuda" and not machine.gpus:
+        raise UserError("--device cuda: this machine shows no GPU; leave the option out, or use --device cpu")
+    return options.device
+
+
+def _conditions(options: SearchOptions, machine: MachineFacts) -> Conditions:
+    return Conditions(
+        device=_device(options, machine),
+        global_batch_size=options.global_batch_size,
+        clip_grad_norm=options.clip_grad_norm,
+        memory_limit_bytes=options.memory_limit_bytes,
+        memory_margin=options.memory_margin,
+        seed=options.seed,
+    )
+
+
+def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, options: SearchOptions) -> SearchFacts:
+    """Asks a child for the workload's facts. Raises `UserError` where the user's program does not run."""
+    seconds = max(60.0, options.budget_seconds / 3)
+    timeouts = PhaseTimeouts(build_seconds=seconds, compile_seconds=seconds, measure_seconds=seconds)
+    answer = pool.run(TrialRequest(kind="facts", config=TrainingConfig({}), conditions=conditions, timeouts=timeouts))
+    if answer.failure is not None:
+        _raise_failure(answer.failure)
+    assert answer.facts is not None
+    workload = answer.facts
+    held = options.global_batch_size
+    if held is None and workload.batch_held and not options.free_batch:
+        held = workload.batch_size
+    times, least = LARGEST_BATCH[conditions.device]
+    cap = max(times * workload.batch_size, least)
+    largest = min(cap, workload.dataset_length or cap)
+    return SearchFacts(
+        machine=machine,
+        workload=workload,
+        device=conditions.device,
+        global_batch_size=held,
+        largest_batch_size=max(1, largest),
+    )
+
+
+def _raise_failure(failure: Failure) -> NoReturn:
+    if failure.kind in ("user_error", "numerics"):
+        detail = failure.detail
+        if failure.output_path and not detail:
+            detail = f"what it printed: {failure.output_path}"
+        raise UserError(failure.message, detail)
+    raise baseline_error(failure)
+
+
+def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace) -> Settings:
+    return Settings(
+        objective=options.objective,
+        budget_seconds=options.budget_seconds,
+        trials=options.trials,
+        space=options.space,
+        only=options.only,
+        fixed={name: space.start[name] for name in options.fixed},
+        free_batch=options.free_batch,
+        train_samples=options.train_samples,
+        conditions=conditions,
+    )
+
+
+def _writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"cannot write into the study directory {directory}: {error.strerror}; choose another --study"
+        ) from None
+
+
+def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool = False) -> TuningResult:
+    session = opened.session
+    assert session.baseline is not None
+    evidence = Evidence(
+        trials=tuple(session.trials),
+        baseline=session.baseline,
+        parity_results=session.parity_results,
+        ceilings=tuple(started.ceilings.values()),
+        space=session.space,
+        facts=session.facts,
+        settings=session.settings,
+        reference=opened.workload.reference(),
+        knobs=KNOBS,
+        memory_limit_bytes=session.memory_limit_bytes(),
+        warnings=tuple(dict.fromkeys(session.warnings)),
+        skipped=tuple(dict.fromkeys(session.skipped)),
+        search_seconds=time.monotonic() - began,
+        autotune_version=__version__,
+        unconfirmed=unconfirmed,
+    )
+    if session.baseline_trial() is None:
+        raise NoAnswerError("the search ended before the baseline was measured")
+    result = TuningResult(recommend(evidence))
+    result.save(opened.directory / RESULT_NAME)
+    return result
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Errors of the user's that other modules name in their own words, as `UserError`."""
+    try:
+        yield
+    except WorkloadError as error:
+        raise UserError(str(error), error.detail) from None

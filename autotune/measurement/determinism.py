@@ -1,0 +1,109 @@
+"""Contexts in which two runs of one step can be compared: no dropout, full precision, eager."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_FUNCTIONAL_DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
+
+
+@contextmanager
+def dropout_off(model: nn.Module) -> Iterator[None]:
+    """Dropout with p = 0, in modules and in the functional forms; training mode stays.
+
+    Compilation and micro-batches redraw the masks, which alone changes a gradient by more than any rounding does.
+    """
+    saved: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        for attribute in _dropout_attributes(module):
+            saved.append((module, attribute, getattr(module, attribute)))
+            setattr(module, attribute, 0.0)
+    functional = nn.functional
+    originals: dict[str, Any] = {name: getattr(functional, name) for name in _FUNCTIONAL_DROPOUTS}
+    attention = functional.scaled_dot_product_attention
+    for name, original in originals.items():
+        setattr(functional, name, _without_dropout(original))
+    functional.scaled_dot_product_attention = _attention_without_dropout(attention)
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = attention
+        for name, original in originals.items():
+            setattr(functional, name, original)
+        for module, attribute, value in saved:
+            setattr(module, attribute, value)
+
+
+def _dropout_attributes(module: nn.Module) -> tuple[str, ...]:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return ("p",)
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return ("dropout",)
+    return ()
+
+
+def _without_dropout(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    position = list(inspect.signature(original).parameters).index("p")
+
+    @functools.wraps(original)
+    def same_without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) > position:
+            return original(*args[:position], 0.0, *args[position + 1 :], **kwargs)
+        kwargs["p"] = 0.0
+        return original(*args, **kwargs)
+
+    return same_without_dropout
+
+
+_ATTENTION_DROPOUT_POSITION = 4
+"""scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, ...)"""
+
+
+def _attention_without_dropout(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def same_without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) > _ATTENTION_DROPOUT_POSITION:
+            args = (*args[:_ATTENTION_DROPOUT_POSITION], 0.0, *args[_ATTENTION_DROPOUT_POSITION + 1 :])
+        else:
+            kwargs["dropout_p"] = 0.0
+        return original(*args, **kwargs)
+
+    return same_without_dropout
+
+
+@contextmanager
+def highest_precision() -> Iterator[None]:
+    """fp32 matrix products and convolutions in fp32, and nothing compiled, the user's own compile included."""
+    matmul = torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def round_to(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """The tensor with its fp32 values rounded to `bfloat16`, `float16` or `tf32` (10 bits of mantissa), still in fp32."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    if kind == "tf32":
+        bits = tensor.view(torch.int32)
+        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    return tensor.to(getattr(torch, kind)).to(torch.float32)

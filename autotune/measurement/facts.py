@@ -1,0 +1,179 @@
+"""Reads `WorkloadFacts`: one look at the user's program, and one step of it as it stands."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from autotune.config import TrainingConfig
+from autotune.failure import TrialFailure
+from autotune.measurement.clock import endless, synchronize
+from autotune.measurement.measure import PhaseReport, seed_everything
+from autotune.records import TrialRequest, WorkloadFacts
+from autotune.surgery.batches import byte_count, describe, to_device
+from autotune.surgery.blocks import Blocks, find_blocks
+from autotune.surgery.loaders import as_loader, batch_fixed_reason, dataset_length, workers_fixed_reason
+from autotune.surgery.optimizers import fixed_reason, variants
+from autotune.training.losses import describe_convention
+from autotune.training.training import Training
+from autotune.training.windows import Window
+from autotune.workload import UserFunctions, WorkloadError
+
+LONGEST_STEP_SECONDS = 20.0
+"""A first step slower than this is not run twice to see a warm one."""
+
+
+def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> WorkloadFacts:
+    """What the search needs to know of the user's program.
+
+    Raises `WorkloadError` for what is not understood, with what to write instead; `TrialFailure` for a loss that is not
+    finite. The user's program runs as it stands: an empty configuration.
+    """
+    phase("build")
+    for role in ("model_fn", "data_fn"):
+        _check_no_arguments(role, getattr(functions, role))
+    seed_everything(request.conditions.seed)
+    conditions = request.conditions.model_copy(update={"global_batch_size": None})
+    training = Training(functions, TrainingConfig({}), conditions)
+    model = training.model
+    phase("compile")
+    window = next(endless(training.loader))
+    loss, first_seconds = _timed_step(training, window)
+    if not math.isfinite(loss):
+        raise TrialFailure(
+            "numerics",
+            f"the user's own step gives a loss of {loss} at its first step, in fp32 and eager, before anything is tuned; "
+            "look for a division by zero or an infinite value in the data",
+        )
+    phase("measure")
+    step_seconds = first_seconds
+    if first_seconds < LONGEST_STEP_SECONDS:
+        _, step_seconds = _timed_step(training, window)
+    batch = to_device(window[0].data, training.parts.device)
+    weight = training.last_weight
+    _check_second_model(functions, training)
+    blocks = _found_blocks(training, batch)
+    loader, held = as_loader(functions.data_fn())
+    fresh = (
+        (as_loader(functions.data_fn())[0].dataset, as_loader(functions.data_fn())[0].dataset)
+        if isinstance(loader.dataset, IterableDataset)
+        else None
+    )
+    parameters = list(model.parameters())
+    structure = describe(window[0].data)
+    convention = describe_convention(functions.loss_fn, weight, batch)
+    return WorkloadFacts(
+        batch_structure=structure,
+        sample_bytes=byte_count(window[0].data) // max(1, window[0].samples),
+        batch_size=loader.batch_size or window[0].samples,
+        batch_held=held,
+        batch_fixed_reason=batch_fixed_reason(loader),
+        workers_fixed_reason=workers_fixed_reason(loader, fresh),
+        num_workers=loader.num_workers,
+        pin_memory=bool(loader.pin_memory),
+        drop_last=bool(loader.drop_last),
+        dataset_kind="iterable" if fresh else "map",
+        dataset_length=dataset_length(loader),
+        model_class=type(model).__name__,
+        parameter_count=sum(parameter.numel() for parameter in parameters),
+        trainable_parameter_count=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        block_class=blocks.class_name or None,
+        blocks=blocks.names,
+        optimizer_class=type(training.optimizer).__name__,
+        optimizer_variants=variants(training.optimizer, training.parts.device),
+        optimizer_fixed_reason=fixed_reason(training.optimizer),
+        has_scheduler=training.scheduler is not None,
+        has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        has_dropout=any(
+            isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
+        ),
+        model_is_compiled=_is_compiled(model),
+        loss_convention=convention,
+        loss_weighted=weight is not None,
+        first_loss=loss,
+        process_settings=process_settings(),
+        step_seconds=step_seconds,
+        fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention),
+    )
+
+
+def _check_no_arguments(role: str, function: Callable[..., Any]) -> None:
+    if inspect.isgeneratorfunction(function):
+        as_loader(function())
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    needed = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        name = getattr(function, "__name__", role)
+        raise WorkloadError(
+            f"{role} is called without arguments, but {name}{signature} needs {', '.join(needed)}; give it a default, or "
+            f"pass functools.partial({name}, {needed[0]}=...)"
+        )
+
+
+def _timed_step(training: Training, window: Window) -> tuple[float, float]:
+    begin = time.perf_counter()
+    loss = training.step(window)
+    synchronize(training.parts.device)
+    return float(loss), time.perf_counter() - begin
+
+
+def _check_second_model(functions: UserFunctions, training: Training) -> None:
+    """`model_fn` must return a fresh model at every call: a trial, its parity check and `build` each call it."""
+    try:
+        second = functions.model_fn()
+    except Exception as error:  # whatever the user's function raises
+        raise WorkloadError(
+            f"model_fn failed at its second call ({type(error).__name__}: {error}); it must return a fresh model at "
+            "every call"
+        ) from error
+    if second is training.model or any(
+        own is other for own, other in zip(training.model.parameters(), second.parameters(), strict=False)
+    ):
+        raise WorkloadError("model_fn returned the same model twice; it must make a fresh one at every call")
+
+
+def _found_blocks(training: Training, batch: Any) -> Blocks:
+    if _is_compiled(training.model):
+        return Blocks("", ())
+
+    def run_step() -> None:
+        training._loss(batch)
+
+    return find_blocks(training.model, run_step)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+
+
+def process_settings() -> dict[str, Any]:
+    """What is set globally in this process and changes how fast or how exact a step is."""
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_allow_tf32": bool(torch.backends.cudnn.allow_tf32),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _fingerprint(model: nn.Module, *parts: str) -> str:
+    shapes = [f"{name}:{tuple(parameter.shape)}:{parameter.dtype}" for name, parameter in model.named_parameters()]
+    return hashlib.sha256("\n".join([*shapes, *parts]).encode()).hexdigest()[:12]

@@ -1,0 +1,75 @@
+"""Gradients held against each other: global error, cosine, and the worst tensor. Tensors in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+Gradients = dict[str, torch.Tensor | None]
+"""Parameter name to its gradient on the CPU in fp32; None where it has none."""
+
+SMALL_SHARE = 1e-4
+"""Tensors whose gradient is below this share of the largest are left out of the per-tensor gate: a bias before BatchNorm
+has a true gradient of zero, and its rounding errors are all there is to see."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one set of gradients is from another."""
+
+    relative_error: float
+    cosine: float
+    worst_parameter: str | None
+    worst_error: float
+    errors: dict[str, float] = field(default_factory=dict)
+    """Relative error of each tensor that counts."""
+    missing: tuple[str, ...] = ()
+    """Parameters with a gradient in the reference and none in the candidate."""
+
+
+def compare(reference: Gradients, candidate: Gradients) -> Comparison:
+    """`candidate` against `reference`; both with the same parameter names. A value that is not finite gives infinity."""
+    norms = {name: float(torch.linalg.vector_norm(grad)) for name, grad in reference.items() if grad is not None}
+    largest = max(norms.values(), default=0.0)
+    missing = tuple(
+        name for name, norm in norms.items() if norm > SMALL_SHARE * largest and candidate.get(name) is None
+    )
+    squared_error = squared_reference = squared_candidate = product = 0.0
+    errors: dict[str, float] = {}
+    for name in reference.keys() | candidate.keys():
+        expected, got = reference.get(name), candidate.get(name)
+        if expected is None and got is None:
+            continue
+        template = expected if expected is not None else got
+        assert template is not None
+        expected = expected if expected is not None else torch.zeros_like(template)
+        got = got if got is not None else torch.zeros_like(template)
+        difference = float(torch.linalg.vector_norm(got - expected))
+        norm, own = float(torch.linalg.vector_norm(expected)), float(torch.linalg.vector_norm(got))
+        squared_error += difference**2
+        squared_reference += norm**2
+        squared_candidate += own**2
+        product += float(torch.dot(expected.flatten(), got.flatten()))
+        if norm > SMALL_SHARE * largest and norm > 0:
+            errors[name] = difference / norm
+    if not math.isfinite(squared_error + squared_candidate):
+        return Comparison(math.inf, 0.0, _first_not_finite(candidate), math.inf, errors, missing)
+    worst = max(errors, key=lambda name: errors[name], default=None)
+    scale = math.sqrt(squared_reference * squared_candidate)
+    return Comparison(
+        relative_error=math.sqrt(squared_error / squared_reference) if squared_reference else math.sqrt(squared_error),
+        cosine=product / scale if scale else float(squared_reference == squared_candidate),
+        worst_parameter=worst,
+        worst_error=errors[worst] if worst is not None else 0.0,
+        errors=errors,
+        missing=missing,
+    )
+
+
+def _first_not_finite(gradients: Gradients) -> str | None:
+    for name, gradient in gradients.items():
+        if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            return name
+    return None

@@ -1,0 +1,268 @@
+"""Measures one configuration end to end in this process: build, first step, warm-up, blocks, resident blocks."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from autotune.failure import TrialFailure
+from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
+from autotune.measurement.compilation import compile_counts
+from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
+from autotune.records import Measurement, Phase, TrialRequest
+from autotune.stats import rate, warmed_up
+from autotune.surgery.batches import byte_count, to_device
+from autotune.training.training import Training
+from autotune.training.windows import MicroBatch, Window
+from autotune.workload import UserFunctions
+
+MAXIMUM_WARMUP_BLOCKS = 12
+RESIDENT_WINDOWS = 4
+"""Different real batches that resident steps go round, so that no cache holds the only one."""
+RESIDENT_BYTES = 2 * 2**30
+"""At most so much of the device is taken by them."""
+PhaseReport = Callable[[Phase], None]
+
+
+@dataclass
+class Running:
+    """A training that has done its first step."""
+
+    training: Training
+    windows: Iterator[Window]
+    meter: MemoryMeter
+    build_seconds: float
+    first_step_seconds: float
+    process_seconds: float
+    first_loss: float
+    first_window: Window
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, NumPy's (where it is loaded) and torch's generators, on every device."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Running:
+    """Builds the training and runs its first step. Raises `TrialFailure` where nothing was compiled that should be."""
+    begin = time.perf_counter()
+    phase("build")
+    seed_everything(request.conditions.seed)
+    meter = MemoryMeter(torch.device(request.conditions.device))
+    training = Training(functions, request.config, request.conditions, blocks=request.blocks)
+    windows = endless(training.loader)
+    build_seconds = time.perf_counter() - begin
+    phase("compile")
+    window = next(windows)
+    before = compile_counts()
+    begin = time.perf_counter()
+    loss = training.step(window)
+    synchronize(meter.device)
+    first_step_seconds = time.perf_counter() - begin
+    if training.parts.expects_compiled_graphs and compile_counts().graphs == before.graphs:
+        raise TrialFailure("compile_error", "torch.compile made no graph: nothing of this step was compiled")
+    started_at = float(os.environ.get("AUTOTUNE_STARTED_AT", "nan"))
+    return Running(
+        training=training,
+        windows=windows,
+        meter=meter,
+        build_seconds=build_seconds,
+        first_step_seconds=first_step_seconds,
+        process_seconds=0.0 if math.isnan(started_at) else time.monotonic() - started_at,
+        first_loss=float(loss),
+        first_window=window,
+    )
+
+
+def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Measurement:
+    """One configuration, measured. Raises `TrialFailure` for a loss that is not finite or an empty compile."""
+    running = started(functions, request, phase)
+    counts_before = compile_counts()
+    phase("warm-up")
+    warmup_steps, peaks = _warm_up(running, request)
+    phase("measure")
+    clock, losses, skipped = _timed_blocks(running, request, warmup_steps)
+    memory = running.meter.marks(peaks)
+    result_blocks = clock.blocks()
+    value, interval = rate(result_blocks.samples, result_blocks.seconds)
+    counts = compile_counts()
+    resident = _Resident(running, request) if request.measure_resident else None
+    training = running.training
+    return Measurement(
+        samples_per_second=value,
+        interval=interval,
+        blocks=result_blocks,
+        weight_per_second=sum(result_blocks.weights) / sum(result_blocks.seconds) if result_blocks.weights else None,
+        resident_samples_per_second=resident.samples_per_second if resident else None,
+        resident_blocks=resident.clock.blocks() if resident else None,
+        memory=memory,
+        micro_batch_size=running.first_window[0].samples,
+        micro_batches_per_step=training.parts.micro_batches_per_step,
+        warmup_steps=warmup_steps,
+        build_seconds=running.build_seconds,
+        first_step_seconds=running.first_step_seconds,
+        process_seconds=running.process_seconds,
+        compiled_graphs=counts.graphs,
+        compile_was_cached=counts.cache_hits > 0,
+        graph_breaks=counts.breaks,
+        recompiles=max(0, counts.graphs - counts_before.graphs),
+        skipped_steps=skipped,
+        losses=losses,
+        device_lag_share=resident.device_lag_share if resident else None,
+        update_share=resident.update_share if resident else None,
+        start_method="fresh" if os.environ.get("AUTOTUNE_START_METHOD") == "fresh" else "fork",
+    )
+
+
+def _warm_up(running: Running, request: TrialRequest) -> tuple[int, StepPeaks]:
+    """Runs until the pace, the compiler and the allocator have settled; returns the steps run and the phases' peaks.
+
+    At least as many steps as the loader may have prefetched while the first step compiled: they cost no loading.
+    """
+    training, device = running.training, running.meter.device
+    loader = training.loader.loader
+    prefetched = loader.num_workers * (loader.prefetch_factor or 0) // training.parts.micro_batches_per_step + 1
+    clock = BlockClock(device)
+    steps = 1
+    begin = time.perf_counter()
+    budget_seconds = request.timeouts.measure_seconds / 2
+    peaks = watched_step(training, next(running.windows), running.meter)
+    steps += 1
+    for _ in range(MAXIMUM_WARMUP_BLOCKS):
+        graphs, reserved = compile_counts(), _reserved_bytes(device)
+        clock.run(lambda: _end_to_end_step(running), request.block_seconds / 2)
+        steps += clock.steps[-1]
+        settled = compile_counts() == graphs and _reserved_bytes(device) == reserved
+        enough = steps > prefetched or time.perf_counter() - begin > budget_seconds
+        if enough and settled and warmed_up(clock.rates()):
+            break
+        if time.perf_counter() - begin > budget_seconds:
+            break
+    return steps, peaks
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
+
+
+def _end_to_end_step(running: Running) -> tuple[int, object]:
+    window = next(running.windows)
+    running.training.step(window)
+    return sum(micro_batch.samples for micro_batch in window), running.training.last_weight
+
+
+def _timed_blocks(
+    running: Running, request: TrialRequest, warmup_steps: int
+) -> tuple[BlockClock, tuple[float, ...], int]:
+    meter, training = running.meter, running.training
+    clock = BlockClock(meter.device)
+    losses: list[float] = [running.first_loss]
+    steps, skipped = warmup_steps, 0
+    scale = training.scaler.get_scale() if training.scaler else 1.0
+    last_loss = torch.tensor(running.first_loss)
+
+    def step() -> tuple[int, object]:
+        nonlocal last_loss
+        window = next(running.windows)
+        last_loss = training.step(window)
+        return sum(micro_batch.samples for micro_batch in window), training.last_weight
+
+    meter.reset_peak()
+    meter.note_live(steps)
+    begin = time.perf_counter()
+    while len(clock.seconds) < request.maximum_blocks:
+        clock.run(step, request.block_seconds)
+        steps += clock.steps[-1]
+        meter.note_live(steps)
+        losses.append(float(last_loss))
+        if training.scaler:
+            # The scaler halves its scale for each step that it skips; growth comes every 2000 steps only.
+            now = training.scaler.get_scale()
+            skipped += max(0, round(math.log2(scale / now))) if now else clock.steps[-1]
+            scale = now
+        if not math.isfinite(losses[-1]) and not training.scaler:
+            raise TrialFailure("numerics", f"the loss became {losses[-1]} after {steps} steps")
+        enough = len(clock.seconds) >= request.minimum_blocks
+        if enough and is_precise(clock.blocks(), request.relative_precision):
+            break
+        if time.perf_counter() - begin > 0.8 * request.timeouts.measure_seconds:
+            break
+    return clock, tuple(losses), skipped
+
+
+class _Resident:
+    """Steps on real batches that already lie on the device: what the step does without its loader."""
+
+    def __init__(self, running: Running, request: TrialRequest) -> None:
+        self.running = running
+        self.device = running.meter.device
+        self.windows = self._collected(running)
+        self.next_window = 0
+        self.clock = BlockClock(self.device)
+        self.clock.run(self._step, request.block_seconds / 2)
+        self.clock.forget()
+        for _ in range(request.minimum_blocks):
+            self.clock.run(self._step, request.block_seconds)
+        dropped = 1
+        blocks = self.clock.blocks(dropped)
+        self.samples_per_second = rate(blocks.samples, blocks.seconds)[0]
+        self.update_share, self.device_lag_share = self._shares()
+
+    def _collected(self, running: Running) -> list[Window]:
+        collected: list[Window] = []
+        full = sum(item.samples for item in running.first_window)
+        taken = 0
+        for window in running.windows:
+            if collected and sum(item.samples for item in window) < full:
+                continue  # the short end of a pass: the rate is that of full steps
+            resident = [MicroBatch(item.samples, to_device(item.data, self.device)) for item in window]
+            collected.append(resident)
+            taken += _device_bytes(resident)
+            if len(collected) == RESIDENT_WINDOWS or taken > RESIDENT_BYTES:
+                break
+        return collected
+
+    def _step(self) -> tuple[int, object]:
+        window = self.windows[self.next_window % len(self.windows)]
+        self.next_window += 1
+        self.running.training.step(window)
+        return sum(micro_batch.samples for micro_batch in window), None
+
+    def _shares(self) -> tuple[float, float | None]:
+        """The optimizer's share of a step, and how far the device lags behind the CPU at its end."""
+        training = self.running.training
+        update_seconds, total_seconds, lag_seconds = [], [], []
+        for index in range(5):
+            window = self.windows[index % len(self.windows)]
+            synchronize(self.device)
+            begin = time.perf_counter()
+            training.accumulate(window)
+            synchronize(self.device)
+            middle = time.perf_counter()
+            training.update()
+            synchronize(self.device)
+            update_seconds.append((time.perf_counter() - middle) / (time.perf_counter() - begin))
+            begin = time.perf_counter()
+            training.step(window)
+            queued = time.perf_counter()
+            synchronize(self.device)
+            total_seconds.append(time.perf_counter() - begin)
+            lag_seconds.append(time.perf_counter() - queued)
+        update = sorted(update_seconds)[2]
+        if self.device.type == "cpu":
+            return update, None
+        return update, sorted(lag_seconds)[2] / sorted(total_seconds)[2]
+
+
+def _device_bytes(window: Window) -> int:
+    return sum(byte_count(item.data) for item in window)

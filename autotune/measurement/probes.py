@@ -1,0 +1,116 @@
+"""Probes: a configuration run for a few steps to see what it takes, and the loader alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
+from autotune.measurement.marks import watched_step
+from autotune.measurement.measure import PhaseReport, seed_everything, started
+from autotune.records import LoaderProbe, MemoryProbe, TrialRequest
+from autotune.stats import rate
+from autotune.surgery.batches import tensors
+from autotune.training.training import Training
+from autotune.training.windows import Window
+from autotune.workload import UserFunctions
+
+STEPS = 3
+"""Enough for the optimizer's state to exist and for the allocator to have seen a whole step twice."""
+WINDOWS_TO_LOOK_THROUGH = 64
+SECONDS_TO_LOOK_THROUGH = 3.0
+"""The largest batch is looked for among so many, for so long: ragged data needs the longest one."""
+
+
+def probe_memory(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> MemoryProbe:
+    """Runs a few steps, one of them on the largest batch seen, and reads what they took."""
+    running = started(functions, request, phase)
+    phase("measure")
+    training, meter = running.training, running.meter
+    watched_step(training, next(running.windows), meter)
+    peaks = watched_step(training, _largest_window(running.windows), meter)
+    begin = time.perf_counter()
+    for _ in range(STEPS - 2):
+        training.step(next(running.windows))
+        synchronize(meter.device)
+    step_seconds = (time.perf_counter() - begin) / (STEPS - 2)
+    marks = meter.marks(peaks)
+    limit = _limit_bytes(request, meter.device)
+    reason = ""
+    if marks.allocator_retries:
+        reason = f"it ran with {marks.allocator_retries} allocator retries: it fits, but thrashes"
+    elif limit is not None and marks.reserved_bytes is not None:
+        allowed = (1 - request.conditions.memory_margin) * limit
+        if marks.reserved_bytes > allowed:
+            reason = f"it reserved {marks.reserved_bytes / 2**30:.2f} GiB, more than {allowed / 2**30:.2f} GiB"
+    return MemoryProbe(
+        micro_batch_size=running.first_window[0].samples,
+        memory=marks,
+        limit_bytes=limit,
+        fits=not reason,
+        reason=reason,
+        step_seconds=step_seconds,
+    )
+
+
+def _largest_window(windows: Iterator[Window]) -> Window:
+    """Of the next windows, the one with the most elements; equal ones end the search at the second."""
+    begin = time.perf_counter()
+    best = next(windows)
+    sizes = {_elements(best)}
+    for _ in range(WINDOWS_TO_LOOK_THROUGH - 1):
+        if time.perf_counter() - begin > SECONDS_TO_LOOK_THROUGH:
+            break
+        window = next(windows)
+        size = _elements(window)
+        if size > _elements(best):
+            best = window
+        sizes.add(size)
+        if len(sizes) == 1:
+            break
+    return best
+
+
+def _elements(window: Window) -> int:
+    return max(sum(tensor.numel() for tensor in tensors(item.data)) for item in window)
+
+
+def _limit_bytes(request: TrialRequest, device: torch.device) -> int | None:
+    if device.type == "cuda":
+        total = int(torch.cuda.mem_get_info(device)[1])
+        return min(total, request.conditions.memory_limit_bytes or total)
+    return request.conditions.memory_limit_bytes
+
+
+def probe_loader(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> LoaderProbe:
+    """The loader alone, as the configuration sets it up: how many samples per second it gives when nothing is trained."""
+    phase("build")
+    seed_everything(request.conditions.seed)
+    training = Training(functions, request.config, request.conditions, blocks=request.blocks)
+    loader = training.loader.loader
+    phase("loader")
+    windows = endless(training.loader)
+    clock = BlockClock(torch.device("cpu"))
+
+    def step() -> tuple[int, None]:
+        return sum(item.samples for item in next(windows)), None
+
+    prefetched = loader.num_workers * (loader.prefetch_factor or 0) // training.parts.micro_batches_per_step + 1
+    begin = time.perf_counter()
+    for _ in range(prefetched):
+        step()
+    while len(clock.seconds) < request.maximum_blocks:
+        clock.run(step, request.block_seconds)
+        if len(clock.seconds) >= request.minimum_blocks and is_precise(clock.blocks(), request.relative_precision):
+            break
+        if time.perf_counter() - begin > 0.5 * request.timeouts.measure_seconds:
+            break
+    timed = clock.blocks()
+    return LoaderProbe(
+        num_workers=loader.num_workers,
+        micro_batch_size=loader.batch_size or 0,
+        samples_per_second=rate(timed.samples, timed.seconds)[0],
+        blocks=timed,
+    )

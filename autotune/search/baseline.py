@@ -1,0 +1,58 @@
+"""First stage: the user's own program, measured. Without it there is nothing to compare with."""
+
+from __future__ import annotations
+
+from autotune.config import TrainingConfig
+from autotune.errors import UserError
+from autotune.records import OUT_OF_MEMORY, Failure, Trial
+from autotune.search.memory import find_ceiling
+from autotune.search.session import Session
+
+USERS_FAULT = frozenset({"user_error", "numerics"})
+
+
+def run_baseline(session: Session) -> Trial:
+    """Measures the user's program; where it does not fit, the largest micro-batch that does, at the same global batch.
+
+    Raises `UserError` where the program cannot run at all: the text says what happened.
+    """
+    config = session.space.user_baseline
+    session.watcher.stage("baseline", "your program as it is")
+    trial = session.measure(config, "baseline")
+    if trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY:
+        config, trial = _smaller_reference(session, config, trial.failure)
+    if trial.failure is not None:
+        raise baseline_error(trial.failure)
+    session.baseline = config
+    return trial
+
+
+def baseline_error(failure: Failure) -> UserError:
+    """What to tell a person whose own program does not run."""
+    detail = failure.detail
+    if failure.output_path:
+        detail = f"{detail}\nwhat it printed: {failure.output_path}".strip()
+    kind = failure.kind if failure.signal is None else f"{failure.kind}, {failure.signal}"
+    return UserError(
+        f"your own program does not run as it is ({kind}, in phase {failure.phase}): {failure.message}", detail
+    )
+
+
+def _smaller_reference(session: Session, config: TrainingConfig, failure: Failure) -> tuple[TrainingConfig, Trial]:
+    """The reference where the baseline does not fit. The user is told first."""
+    size = session.space.micro_batch(config)
+    session.watcher.note(f"your batch of {size} does not fit ({failure.message}); looking for the largest that does")
+    ceiling = find_ceiling(session, config, keep_global_batch=True)
+    if ceiling.largest_batch_size is None:
+        raise UserError(
+            f"your program does not fit at any micro-batch of your batch of {size}: {failure.message}. "
+            "Use a smaller model, or a larger card"
+        )
+    smaller = config.replace({session.space.batch_name: ceiling.largest_batch_size})
+    warning = (
+        f"your batch of {size} does not fit here; the reference is a micro-batch of {ceiling.largest_batch_size} with "
+        "gradients accumulated to the same batch"
+    )
+    session.warnings.append(warning)
+    session.watcher.note(warning)
+    return smaller, session.measure(smaller, "baseline")

@@ -1,0 +1,34 @@
+"""The time and the trials that a search may still spend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Budget:
+    """Seconds of wall clock from now, and a number of trials. `reserved_seconds` is kept for the confirmation."""
+
+    def __init__(self, seconds: float, trials: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = clock()
+        self.seconds = seconds
+        self.trials_left = trials
+        self.reserved_seconds = 0.0
+
+    def elapsed(self) -> float:
+        """Seconds since the search began."""
+        return self._clock() - self._start
+
+    def left(self) -> float:
+        """Seconds until the end; negative when overrun."""
+        return self.seconds - self.elapsed()
+
+    def allows(self, seconds: float) -> bool:
+        """Whether a trial of so many seconds still fits before the reserve, and one more trial is allowed."""
+        return (self.trials_left is None or self.trials_left > 0) and self.left() - self.reserved_seconds > seconds
+
+    def spend_trial(self) -> None:
+        """One trial of the search proper was run; re-measurements are not counted."""
+        if self.trials_left is not None:
+            self.trials_left -= 1

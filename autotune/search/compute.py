@@ -1,0 +1,119 @@
+"""The step itself: one knob after the other from its prior, then the batch, judged without the loader."""
+
+from __future__ import annotations
+
+from autotune.advice.bottleneck import bottleneck
+from autotune.config import TrainingConfig, Value
+from autotune.knobs.base import Knob
+from autotune.knobs.registry import KNOBS
+from autotune.records import Ceiling, Stage, Trial
+from autotune.search.session import WORTHWHILE_GAIN, Session
+
+PASSES = 2
+"""The second pass tries what the first had to leave out: a scope of compilation means something once one compiles."""
+MOST_VALUES_PER_KNOB = 2
+"""Of the values that a knob expects to be better than the baseline; the sampler may try the others later."""
+
+
+def search_compute(session: Session, start: Trial, stage: Stage = "compute") -> Trial:
+    """Coordinate descent over the knobs of the step. Returns the trial that leads in the end, `start` if none is better."""
+    session.watcher.stage(stage, "precision, kernels and compilation, one knob after the other")
+    incumbent = start
+    tried: set[tuple[str, Value]] = set()
+    for _ in range(PASSES):
+        for knob in _ordered(session, incumbent):
+            incumbent = _best_value(session, knob, incumbent, tried, stage)
+    return incumbent
+
+
+def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
+    """Knobs that cure what holds the step back come first; those that save memory only, where memory is the aim."""
+    assert incumbent.measurement is not None
+    cause = bottleneck(incumbent.measurement, device=session.facts.device, limit_bytes=session.memory_limit_bytes())
+    wanted = "memory" if session.settings.objective == "memory" else None
+    knobs = [
+        knob
+        for knob in KNOBS
+        if knob.stage == "compute"
+        and knob.name in session.space.varied
+        and (knob.cures != frozenset({"memory"}) or wanted == "memory")
+    ]
+    return sorted(knobs, key=lambda knob: not ({cause, wanted} & knob.cures))
+
+
+def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple[str, Value]], stage: Stage) -> Trial:
+    """The incumbent with the first of the knob's better-looking values that is worthwhile."""
+    for value in _hopeful(session, knob, incumbent.config):
+        if (knob.name, value) in tried:
+            continue
+        candidate = incumbent.config.replace({knob.name: value})
+        obstacle = session.obstacle(candidate)
+        if obstacle is not None:
+            session.skipped.append(f"{knob.name}={value}: {obstacle}")
+            continue
+        if not session.budget.allows(session.typical_seconds()):
+            break
+        tried.add((knob.name, value))
+        trial = session.measure(candidate, stage)
+        if _better(session, trial, incumbent):
+            return trial
+    return incumbent
+
+
+def _hopeful(session: Session, knob: Knob, current: TrainingConfig) -> list[Value]:
+    """The values that the knob expects to beat its baseline, best first."""
+    hopeful: list[Value] = []
+    baseline = session.space.baseline[knob.name]
+    for value in knob.prior(session.facts):
+        if value == baseline:
+            break
+        if value in session.space.choices[knob.name] and value != current[knob.name]:
+            hopeful.append(value)
+    return hopeful[:MOST_VALUES_PER_KNOB]
+
+
+def _better(session: Session, trial: Trial, incumbent: Trial) -> bool:
+    if trial.measurement is None or trial.failure is not None:
+        return False
+    return session.compute_score(trial) >= WORTHWHILE_GAIN * session.compute_score(incumbent)
+
+
+# --- the batch --------------------------------------------------------------------------------------------------------
+
+
+def search_batch(session: Session, incumbent: Trial, ceiling: Ceiling, stage: Stage, *, free: bool) -> Trial:
+    """Larger micro-batches, doubled until another doubling is not worthwhile or the ceiling is reached.
+
+    With `free` the effective batch may grow; otherwise only up to the held one. With the memory objective the batch is
+    halved instead, as long as the peak falls.
+    """
+    space = session.space
+    sizes = [size for size in space.batch_sizes if _reachable(session, size, ceiling, free)]
+    current = space.micro_batch(incumbent.config)
+    smaller_wanted = session.settings.objective == "memory"
+    path = (
+        sorted((s for s in sizes if s < current), reverse=True) if smaller_wanted else [s for s in sizes if s > current]
+    )
+    best, last_tried = incumbent, current
+    for size in path:
+        doubled = size <= last_tried / 2 if smaller_wanted else size >= 2 * last_tried
+        if not doubled and size not in (path[-1], ceiling.largest_batch_size):
+            continue
+        candidate = best.config.replace({space.batch_name: size})
+        if session.obstacle(candidate) is not None:
+            continue
+        if not session.budget.allows(session.typical_seconds()):
+            break
+        last_tried = size
+        trial = session.measure(candidate, stage)
+        if not _better(session, trial, best):
+            break
+        best = trial
+    return best
+
+
+def _reachable(session: Session, size: int, ceiling: Ceiling, free: bool) -> bool:
+    held = session.settings.conditions.global_batch_size
+    if ceiling.largest_batch_size is None or size > ceiling.largest_batch_size:
+        return False
+    return free or held is None or size <= held

@@ -1,0 +1,31 @@
+"""The rest of the budget: points that Optuna's sampler proposes over the joint space."""
+
+from __future__ import annotations
+
+from autotune.search.session import Session
+
+MOST_REFUSALS_IN_A_ROW = 40
+"""When the sampler proposes nothing new so often, the space is used up as far as it can see."""
+
+
+def explore(session: Session) -> int:
+    """Runs proposals until the budget's reserve is reached. Returns how many were measured.
+
+    Points that conflict, that are known not to fit, that train differently or that were measured are not run; the
+    sampler is told so and learns the region.
+    """
+    session.watcher.stage("explore", "points that the sampler proposes")
+    measured = refused = 0
+    while session.budget.allows(session.typical_seconds()) and refused < MOST_REFUSALS_IN_A_ROW:
+        config = session.study.propose()
+        reason = session.obstacle(config)
+        if reason is None and session.measured(config) is not None:
+            reason = "measured before"
+        if reason is not None:
+            session.study.reject(reason)
+            refused += 1
+            continue
+        refused = 0
+        session.measure(config, "explore")
+        measured += 1
+    return measured

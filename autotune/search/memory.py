@@ -1,0 +1,99 @@
+"""How far the batch goes: ceilings found by probes that run, one for each memory class that matters."""
+
+from __future__ import annotations
+
+from autotune.config import TrainingConfig
+from autotune.records import OUT_OF_MEMORY, Ceiling, FailureKind, TrialAnswer
+from autotune.search.ceiling import CeilingSearch
+from autotune.search.session import Session
+
+LONGEST_PROBE_SHARE = 0.03
+"""A probe whose single step takes a larger share of the budget ends the search for larger batches."""
+
+
+def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch: bool = False) -> Ceiling:
+    """The largest micro-batch that runs and leaves the margin, the other knobs as in `config`.
+
+    `keep_global_batch`: only micro-batches that the global batch is a multiple of. Every size named in the answer ran,
+    or failed, here; the probes are kept in the study, so a resumed search asks for none twice.
+    """
+    space = session.space
+    held = space.effective_batch(config)
+    sizes = [
+        size for size in range(1, session.facts.largest_batch_size + 1) if not keep_global_batch or held % size == 0
+    ]
+    start = min(space.micro_batch(config), max(sizes))
+    allowed = sizes if keep_global_batch else _allowed_sizes(session, config)
+    search = CeilingSearch(
+        limit_bytes=session.memory_limit_bytes() if session.facts.device == "cuda" else None,
+        cap=session.facts.largest_batch_size,
+        start=start,
+        margin=session.settings.conditions.memory_margin,
+        allowed=allowed,
+    )
+    kinds: dict[int, FailureKind] = {}
+    stopped = ""
+    while (size := search.next()) is not None:
+        if not keep_global_batch and not session.budget.allows(0.0):
+            stopped = "the time for memory probes was spent"
+            break
+        answer = _probe(session, config, size)
+        if answer.failure is not None:
+            kinds[size] = answer.failure.kind
+        fits = answer.memory is not None and answer.memory.fits
+        peak = _affine_peak(answer)
+        search.tell(
+            size, fits=fits, peak_allocated_bytes=peak, affine=peak is not None and session.facts.device == "cuda"
+        )
+        _tell_watcher(session, size, answer)
+        if answer.memory is not None and answer.memory.step_seconds > LONGEST_PROBE_SHARE * session.budget.seconds:
+            stopped = f"a step of {size} takes {answer.memory.step_seconds:.1f} s, too long for this budget"
+            break
+    return _ceiling(session, config, search, kinds, stopped)
+
+
+def _allowed_sizes(session: Session, config: TrainingConfig) -> list[int] | None:
+    """Below a held global batch its divisors; above it every size, since the free batch may be any."""
+    held = session.settings.conditions.global_batch_size
+    if held is None:
+        return None
+    cap = session.facts.largest_batch_size
+    return [size for size in range(1, cap + 1) if size >= held or held % size == 0]
+
+
+def _probe(session: Session, config: TrainingConfig, size: int) -> TrialAnswer:
+    return session.probe("memory", config.replace({session.space.batch_name: size}))
+
+
+def _affine_peak(answer: TrialAnswer) -> int | None:
+    if answer.memory is None:
+        return None
+    marks = answer.memory.memory
+    return marks.peak_forward_backward_bytes or marks.peak_allocated_bytes or None
+
+
+def _tell_watcher(session: Session, size: int, answer: TrialAnswer) -> None:
+    if answer.failure is not None:
+        session.watcher.probe("memory", f"batch {size}: {answer.failure.kind}: {answer.failure.message}")
+    elif answer.memory is not None:
+        peak = answer.memory.memory.peak_allocated_bytes / 2**20
+        verdict = "fits" if answer.memory.fits else answer.memory.reason
+        session.watcher.probe("memory", f"batch {size}: peak {peak:.0f} MiB, {verdict}")
+
+
+def _ceiling(
+    session: Session, config: TrainingConfig, search: CeilingSearch, kinds: dict[int, FailureKind], stopped: str
+) -> Ceiling:
+    result = search.result()
+    failed = result.smallest_failed_batch_size
+    return Ceiling(
+        memory_class=dict(session.space.memory_class(config)),
+        largest_batch_size=result.largest_batch_size,
+        smallest_failed_batch_size=failed,
+        failure_kind=kinds.get(failed) if failed is not None else None,
+        peak_allocated_bytes=result.peak_allocated_bytes,
+        bytes_per_sample=result.bytes_per_sample,
+        probes=result.probes,
+        out_of_memory_count=sum(kind in OUT_OF_MEMORY for kind in kinds.values()),
+        stopped_because=stopped or result.stopped_because,
+    )

@@ -1,0 +1,95 @@
+"""The whole search, stage after stage."""
+
+from __future__ import annotations
+
+from autotune.config import TrainingConfig
+from autotune.knobs.registry import KNOBS
+from autotune.records import Ceiling, Trial
+from autotune.search.baseline import run_baseline
+from autotune.search.compute import search_batch, search_compute
+from autotune.search.confirm import confirm, reserve_seconds
+from autotune.search.explore import explore
+from autotune.search.loader import search_loader
+from autotune.search.memory import find_ceiling
+from autotune.search.session import Session
+
+
+class Search:
+    """One search over a session. After `go_on`, or after a Ctrl-C in it, `ceilings` and the session hold the evidence."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.ceilings: dict[tuple[tuple[str, object], ...], Ceiling] = {}
+
+    def begin(self) -> None:
+        """Measures the baseline. Raises `UserError` where it does not run."""
+        self._baseline = run_baseline(self.session)
+
+    def go_on(self) -> None:
+        """Memory, compute, loader, explore, confirm; `begin` came before."""
+        session = self.session
+        start = self._start(self._baseline)
+        session.budget.reserved_seconds = reserve_seconds(session)
+        session.watcher.stage("memory", "how far the batch goes")
+        for config in self.memory_candidates(start.config):
+            if session.budget.allows(2 * session.typical_seconds()):
+                self.ceiling(config)
+        leader = search_compute(session, start)
+        session.budget.reserved_seconds = reserve_seconds(session)
+        leader = self._batch(leader)
+        session.budget.reserved_seconds = reserve_seconds(session)
+        leader = search_loader(session, leader)
+        self._free_batch(leader)
+        session.budget.reserved_seconds = reserve_seconds(session)
+        explore(session)
+        confirm(session)
+
+    def memory_candidates(self, config: TrainingConfig) -> list[TrainingConfig]:
+        """The configuration, and the same with each value of the knobs that do nothing but save memory."""
+        session = self.session
+        savers = [knob for knob in KNOBS if knob.memory == "class" and knob.cures == frozenset({"memory"})]
+        others = [
+            config.replace({knob.name: value})
+            for knob in savers
+            for value in session.space.choices[knob.name]
+            if value != config[knob.name]
+        ]
+        return [config, *(other for other in others if session.space.conflict(other) is None)]
+
+    def _start(self, baseline: Trial) -> Trial:
+        """Where the descent begins: the baseline, or the baseline with the values that the user fixed."""
+        session = self.session
+        fixed = session.space.start
+        if fixed == session.space.user_baseline:
+            return baseline
+        trial = session.measure(fixed, "baseline")
+        return trial if trial.measurement is not None and trial.failure is None else baseline
+
+    def ceiling(self, config: TrainingConfig) -> Ceiling:
+        """The ceiling of the configuration's memory class, found once."""
+        memory_class = self.session.space.memory_class(config)
+        if memory_class not in self.ceilings:
+            self.ceilings[memory_class] = find_ceiling(self.session, config)
+        return self.ceilings[memory_class]
+
+    def _batch(self, leader: Trial) -> Trial:
+        """The batch where it may move: freely, or up to the held one; downwards where memory is the aim."""
+        session = self.session
+        held = session.settings.conditions.global_batch_size
+        if len(session.space.batch_sizes) < 2:
+            return leader
+        below_held = held is not None and session.space.micro_batch(leader.config) < held
+        if held is not None and not below_held and session.settings.objective != "memory":
+            return leader
+        if not session.budget.allows(2 * session.typical_seconds()):
+            return leader
+        return search_batch(session, leader, self.ceiling(leader.config), "compute", free=held is None)
+
+    def _free_batch(self, leader: Trial) -> None:
+        """The second answer: the leader's settings with a batch above the held one."""
+        session = self.session
+        held = session.settings.conditions.global_batch_size
+        if held is None or session.settings.objective == "memory" or len(session.space.batch_sizes) < 2:
+            return
+        if session.budget.allows(2 * session.typical_seconds()):
+            search_batch(session, leader, self.ceiling(leader.config), "explore", free=True)
