@@ -85,7 +85,8 @@ def _parser() -> _Parser:
     show.add_argument("study", metavar="STUDY", type=Path, help="the directory that search was given as --study")
     export = _add_command(commands, "export", "print a result in another form")
     export.add_argument("result", metavar="BEST.json", type=Path, help="the file that a search or save wrote")
-    formats = sorted(module.name for module in pkgutil.iter_modules(autotune.export.__path__))
+    modules = [module.name for module in pkgutil.iter_modules(autotune.export.__path__)]
+    formats = sorted(name for name in modules if not name.startswith("_"))
     export.add_argument("--to", dest="format", choices=formats, required=True, help="the form to print")
     return parser
 

@@ -103,8 +103,8 @@ def test_two_values_for_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 s"), (0.012, "12 ms"), (0.42, "0.42 s"), (9.96, "10 s"), (38.4, "38 s"), (59.7, "1 min"), (598, "9 min 58 s"),
-        (600, "10 min"), (3599.7, "1 h"), (5400, "1 h 30 min"), (-61, "-1 min 1 s"),
+        (0, "0 s"), (0.012, "12 ms"), (0.42, "0.42 s"), (9.96, "10 s"), (38.4, "38 s"), (59.7, "1 min"),
+        (598, "9 min 58 s"), (600, "10 min"), (3599.7, "1 h"), (5400, "1 h 30 min"), (-61, "-1 min 1 s"),
     ],
 )  # fmt: skip
 def test_durations_are_written(seconds: float, text: str) -> None:

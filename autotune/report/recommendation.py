@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune.config import TrainingConfig
 from autotune.quantities import format_bytes, format_duration, format_error, format_rate, format_ratio
-from autotune.records import Answer, Bottleneck, Ceiling, ParityResult, Recommendation
+from autotune.records import Answer, Ceiling, ParityResult, Recommendation
 from autotune.report.document import (
     Block,
     Document,
@@ -21,14 +21,6 @@ from autotune.report.document import (
     value_text,
 )
 
-BOTTLENECK_TEXTS: dict[Bottleneck, str] = {
-    "loader": "the loader: the step waits for data",
-    "host": "the host: CPU work inside the step",
-    "launch": "launches: starting many small kernels",
-    "compute": "compute: the device itself",
-    "memory": "memory: what does not fit",
-}
-
 NO_UPPER_END = 1e300
 """One reading has no spread: its interval then ends at the largest number that JSON can hold."""
 
@@ -40,7 +32,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         _comparison(recommendation),
         Lines("How sure", _certainty(recommendation)),
         Lines("Trains the same", _parity_lines(recommendation.best.parity, recommendation.keep)),
-        *lines_if_any("Why", _reasons(recommendation)),
+        *lines_if_any("Why", recommendation.best.reasons),
         *lines_if_any("Price", recommendation.best.prices),
         *_free_batch(recommendation),
         *ceilings_grid(recommendation.ceilings, recommendation.baseline.config),
@@ -152,12 +144,6 @@ def _parity_lines(parity: ParityResult | None, keep: bool) -> tuple[str, ...]:
     if parity.missing_gradients:
         lines.append(f"without a gradient: {', '.join(parity.missing_gradients)}")
     return (*lines, *parity.notes)
-
-
-def _reasons(recommendation: Recommendation) -> tuple[str, ...]:
-    cause = recommendation.bottleneck
-    held_back = () if cause is None else (f"what holds your step back is {BOTTLENECK_TEXTS[cause]}",)
-    return (*held_back, *recommendation.best.reasons)
 
 
 def _free_batch(recommendation: Recommendation) -> Document:

@@ -98,12 +98,15 @@ def test_memory_says_when_nothing_makes_room() -> None:
     nothing = {"largest_batch_size": None, "peak_allocated_bytes": None, "smallest_failed_batch_size": 1}
     text = memory_text(ceiling(memory_class=OWN_CLASS, **nothing), ceiling(**nothing))
     assert text.startswith(
-        "A batch of 32 does not fit within 24.0 GiB with your settings. No other setting that was tried makes room for it."
+        "A batch of 32 does not fit within 24.0 GiB with your settings. "
+        "No other setting that was tried makes room for it."
     )
 
 
 def test_knobs_and_spaces_are_listed_with_what_they_are_for() -> None:
-    knobs = " ".join(render(knobs_document([KnobLine("precision", "type of products", "rounding", ("compute",))])).split())
+    knobs = " ".join(
+        render(knobs_document([KnobLine("precision", "type of products", "rounding", ("compute",))])).split()
+    )
     assert "precision: type of products (rounds differently, which is checked; helps against compute)" in knobs
     assert "autotune check FILE.py" in knobs
     spaces = render(spaces_document({"quick": "nothing that compiles", "default": "most"}))

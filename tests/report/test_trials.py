@@ -26,7 +26,9 @@ TRIALS = [
 
 def probe(kind: Any, **answer: Any) -> Probe:
     config = BASELINE.replace({"precision": "bf16"})
-    return Probe(kind=kind, config=config, answer=TrialAnswer(**answer), started_at=1.8e9, machine_identity="0123456789ab")
+    return Probe(
+        kind=kind, config=config, answer=TrialAnswer(**answer), started_at=1.8e9, machine_identity="0123456789ab"
+    )
 
 
 def test_every_trial_is_a_row_that_says_what_it_changed() -> None:
@@ -95,7 +97,8 @@ def test_an_empty_study_says_so() -> None:
         (probe("parity", parity=parity(passed=False, reason="no gradient")), "does not train the same: no gradient"),
         (
             probe("soak", soak=SoakResult(
-                steps=1200, samples_per_second=1800.0, growth_bytes_per_step=0, allocator_retries=0, findings=("a leak",)
+                steps=1200, samples_per_second=1800.0, growth_bytes_per_step=0, allocator_retries=0,
+                findings=("a leak",),
             )),
             "1,200 steps at 1,800 samples/s: a leak",
         ),

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autotune.cli import Api, run
+from autotune.config import TrainingConfig
+from autotune.errors import NoAnswerError, SearchInterrupted, UserError
+from autotune.export.json import export
+from autotune.options import CheckReport, MemoryReport, SearchOptions
+from autotune.records import Probe, Recommendation, Trial
+from autotune.result import TuningResult
+from autotune.search.watcher import SearchWatcher
+from autotune.workload import Workload
+from tests.report.sample_records import ceiling, recommendation, search_facts, trial
+
+
+class RecordedApi:
+    """Answers at once, with what it was told to, and keeps what it was asked. Nothing is searched."""
+
+    def __init__(self, outcome: BaseException | None = None) -> None:
+        self.outcome = outcome
+        self.asked: list[tuple[str, str, SearchOptions]] = []
+
+    def _ask(self, what: str, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> None:
+        self.asked.append((what, workload.location, options))
+        watcher.note(f"{what} is under way")
+        if self.outcome is not None:
+            raise self.outcome
+
+    def search(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> TuningResult:
+        self._ask("search", workload, options, watcher)
+        return TuningResult(recommendation())
+
+    def check(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport:
+        self._ask("check", workload, options, watcher)
+        return CheckReport(facts=search_facts(), offered={}, refused=(), estimated_search_seconds=600)
+
+    def memory(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport:
+        self._ask("memory", workload, options, watcher)
+        own = ceiling(memory_class={})
+        return MemoryReport(facts=search_facts(), baseline=TrainingConfig({}), ceilings=(own,), limit_bytes=None)
+
+    def load(self, path: Path) -> TuningResult:
+        if self.outcome is not None:
+            raise self.outcome
+        return TuningResult(recommendation())
+
+    def open_study(self, directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]:
+        return recommendation(), [trial(0, {}, rate=1000.0, stage="baseline")], []
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("def model_fn(): ...\ndef data_fn(): ...\n")
+    return str(path)
+
+
+def outcome(api: RecordedApi, *argv: str) -> int:
+    return run(list(argv), lambda: api)
+
+
+def must_not_load() -> Api:
+    raise AssertionError("the command needs no api")
+
+
+def test_a_search_shows_its_recommendation_and_progress_apart(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    api = RecordedApi()
+    assert outcome(api, "search", program, "--study", "here", "--budget", "90s") == 0
+    assert api.asked == [("search", program, SearchOptions(budget_seconds=90, study=Path("here")))]
+    printed = capsys.readouterr()
+    assert printed.out.startswith(recommendation().verdict)
+    assert "autotune export here/best.json --to python" in printed.out
+    assert printed.err == "note: search is under way\n"
+
+
+def test_json_on_stdout_is_the_record_and_nothing_else(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(), "search", program, "--json") == 0
+    assert Recommendation.model_validate_json(capsys.readouterr().out) == recommendation()
+    assert outcome(RecordedApi(), "check", program, "--json") == 0
+    assert CheckReport.model_validate_json(capsys.readouterr().out).estimated_search_seconds == 600
+    assert outcome(RecordedApi(), "memory", program, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ceilings"][0]["largest_batch_size"] == 176
+
+
+def test_check_and_memory_are_reported(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(), "check", program) == 0
+    assert "Your program is understood" in capsys.readouterr().out
+    assert outcome(RecordedApi(), "memory", program) == 0
+    assert "It fits: your batch is 32" in capsys.readouterr().out
+
+
+def test_an_interrupted_search_shows_the_best_so_far(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    best = SearchInterrupted(TuningResult(recommendation()))
+    assert outcome(RecordedApi(best), "search", program) == 130
+    printed = capsys.readouterr()
+    assert printed.out.startswith(recommendation().verdict)
+    assert "autotune: interrupted; the best so far is kept, and the same command goes on where this one" in printed.err
+
+
+def test_an_interrupted_search_without_a_baseline_says_so(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(SearchInterrupted(None)), "search", program) == 130
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "autotune: interrupted; nothing was measured yet" in printed.err
+
+
+def test_a_plain_interrupt_is_no_traceback(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(KeyboardInterrupt()), "check", program) == 130
+    assert capsys.readouterr().err.endswith("autotune: interrupted\n")
+
+
+def test_the_users_fault_is_a_sentence_and_their_own_frames(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    frames = '  File "train.py", line 3, in model_fn\n    boom()\n'
+    assert outcome(RecordedApi(UserError("model_fn raised NameError: boom", frames)), "search", program) == 2
+    assert capsys.readouterr().err == (
+        f"note: search is under way\nautotune: error: model_fn raised NameError: boom\n{frames}"
+    )
+
+
+def test_any_value_error_is_the_users(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(ValueError("there is no knob 'x'")), "search", program) == 2
+    assert capsys.readouterr().err.endswith("autotune: error: there is no knob 'x'\n")
+
+
+def test_no_answer_is_told_apart_from_the_users_fault(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(NoAnswerError("no trial survived", "the last lines")), "search", program) == 1
+    assert capsys.readouterr().err.endswith("autotune: error: no trial survived\nthe last lines\n")
+
+
+def test_a_path_that_cannot_be_used_is_a_sentence(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(PermissionError(13, "Permission denied", "/root/x")), "search", program) == 2
+    assert capsys.readouterr().err.endswith("autotune: error: cannot use /root/x: Permission denied\n")
+
+
+def test_our_own_mistakes_are_not_hidden(program: str) -> None:
+    with pytest.raises(AssertionError, match="ours"):
+        outcome(RecordedApi(AssertionError("ours")), "search", program)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["search", "missing.py"], "no such file: missing.py"),
+        (["search", "train.py", "--budget", "soon"], "'soon' is not a time"),
+        (["search", "train.py", "--fix", "batch_size"], "argument --fix: 'batch_size' is not an assignment"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_input_ends_before_anything_is_loaded(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(argv, must_not_load) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("autotune: error: ")
+    assert sentence in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_a_file_without_the_functions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "half.py").write_text("def model_fn(): ...\n")
+    assert run(["check", str(tmp_path / "half.py")], must_not_load) == 2
+    assert "does not define data_fn" in capsys.readouterr().err
+
+
+def test_show_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(), "show", "study") == 0
+    assert "Trials of study" in capsys.readouterr().out
+
+
+def test_export_prints_the_form_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(), "export", "best.json", "--to", "json") == 0
+    assert capsys.readouterr().out == export(recommendation())
+
+
+def test_export_of_no_result_is_the_users_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(UserError("best.json is not a result")), "export", "best.json", "--to", "json") == 2
+    assert capsys.readouterr().err == "autotune: error: best.json is not a result\n"
+
+
+def test_knobs_and_spaces_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["knobs"], must_not_load) == 0
+    assert "  - precision: " in capsys.readouterr().out
+    assert run(["spaces"], must_not_load) == 0
+    assert "  - quick: " in capsys.readouterr().out
+
+
+def test_help_and_lists_are_quick_and_import_no_torch() -> None:
+    code = (
+        "import sys; from autotune.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as done:\n    assert done.code == 0\n"
+        "heavy = {'torch', 'optuna', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for argv in (["--help"], ["search", "--help"], ["--version"], ["knobs"], ["spaces"]):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+        assert time.perf_counter() - began < 5  # half a second on an idle machine; importing torch takes longer than 5
