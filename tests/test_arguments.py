@@ -92,6 +92,9 @@ def test_a_fix_that_is_no_assignment_names_the_option() -> None:
         search_options(arguments)
 
 
-def test_every_module_of_the_export_package_is_a_format() -> None:
+def test_the_forms_are_the_public_modules_of_the_export_package(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("json", "python"):
         assert parse_arguments(["export", "best.json", "--to", name]).format == name
+    with pytest.raises(SystemExit):
+        parse_arguments(["export", "--help"])
+    assert "--to {json,python}" in capsys.readouterr().out
