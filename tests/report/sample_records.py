@@ -37,10 +37,19 @@ def machine(**changes: Any) -> MachineFacts:
         processes=0,
     )  # fmt: skip
     facts: dict[str, Any] = {
-        "gpus": (gpu,), "driver_version": "570", "cpu_name": "Xeon", "usable_cores": 16,
-        "memory_total_bytes": 128 * GIB, "memory_available_bytes": 100 * GIB, "shared_memory_bytes": 8 * GIB,
-        "open_files_limit": 1024, "platform": "Linux", "python_version": "3.12.1", "torch_version": "2.11.0", "identity": "0123456789ab",
-    }  # fmt: skip
+        "gpus": (gpu,),
+        "driver_version": "570",
+        "cpu_name": "Xeon",
+        "usable_cores": 16,
+        "memory_total_bytes": 128 * GIB,
+        "memory_available_bytes": 100 * GIB,
+        "shared_memory_bytes": 8 * GIB,
+        "open_files_limit": 1024,
+        "platform": "Linux",
+        "python_version": "3.12.1",
+        "torch_version": "2.11.0",
+        "identity": "0123456789ab",
+    }
     return MachineFacts(**{**facts, **changes})
 
 
