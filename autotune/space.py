@@ -1,0 +1,273 @@
+"""`SearchSpace`: which knobs a search may turn here, to which values, and what it may ask about a point of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal
+
+from autotune.config import TrainingConfig, Value
+from autotune.errors import UserError
+from autotune.knobs.base import Knob
+from autotune.knobs.batch_size import micro_batches_per_step
+from autotune.knobs.registry import KNOBS, batch_knob, knob
+from autotune.records import SearchFacts
+
+MOST_CHANGES_FROM_FIXED = 2
+"""How many other knobs may be moved so that what the user fixed can run at all."""
+
+
+class SpaceError(UserError):
+    """A preset, a knob's name or a value that cannot be used; the text says which, where, and what is known."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The points that a search may try, fixed for a study."""
+
+    facts: SearchFacts
+    choices: dict[str, tuple[Value, ...]]
+    """Every knob, in the order in which knobs are applied; one value where it is fixed or not searched."""
+    baseline: TrainingConfig
+    """The user's program as it is. Not a point of the space where something else is fixed; measured all the same."""
+    start: TrainingConfig
+    """The point next to the baseline: the baseline itself unless something is fixed."""
+
+    @property
+    def user_baseline(self) -> TrainingConfig:
+        """The baseline, by the name that says whose it is."""
+        return self.baseline
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """Knobs with more than one choice."""
+        return tuple(name for name, values in self.choices.items() if len(values) > 1)
+
+    @property
+    def size(self) -> int:
+        """How many points it has, those in conflict included."""
+        return math.prod(len(values) for values in self.choices.values())
+
+    @property
+    def batch_name(self) -> str:
+        """The knob that holds the micro-batch."""
+        return batch_knob().name
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batches of the space, ascending."""
+        return tuple(sorted(int(value) for value in self.choices[self.batch_name]))
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits of the knobs, their choices and the baseline."""
+        parts = [[name, list(values), self.baseline[name]] for name, values in self.choices.items()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+    def conflict(self, config: TrainingConfig) -> str | None:
+        """Why a configuration cannot be used, `knob: reason`; None where it can."""
+        return _conflict(config, self.facts)
+
+    def memory_class(self, config: TrainingConfig) -> tuple[tuple[str, Value], ...]:
+        """The values that need a ceiling of their own: configurations that share them share the ceiling."""
+        return tuple((one.name, config[one.name]) for one in KNOBS if one.memory == "class")
+
+    def numerics_key(self, config: TrainingConfig) -> str:
+        """Equal for configurations that compute the same: they differ in how batches are loaded alone."""
+        return TrainingConfig({one.name: config[one.name] for one in KNOBS if one.stage != "loader"}).key
+
+    def rank(self, config: TrainingConfig) -> float:
+        """How far from simple a configuration is; the baseline is 0."""
+        return sum(one.rank(config[one.name], self.facts) for one in KNOBS)
+
+    def micro_batch(self, config: TrainingConfig) -> int:
+        """Samples of one forward and backward."""
+        return int(config[self.batch_name])
+
+    def micro_batches(self, config: TrainingConfig) -> int:
+        """Micro-batches of one optimizer step. Raises ValueError where they do not add up to the global batch."""
+        return micro_batches_per_step(self.micro_batch(config), self.facts.global_batch_size)
+
+    def effective_batch(self, config: TrainingConfig) -> int:
+        """Samples of one optimizer step. Raises as `micro_batches` does."""
+        return self.micro_batch(config) * self.micro_batches(config)
+
+
+def build_space(
+    facts: SearchFacts, *, preset: str, only: Sequence[str] = (), fixed: Mapping[str, Value] | None = None
+) -> SearchSpace:
+    """The space that a preset leaves of what the knobs offer here.
+
+    `preset` is a name from `preset_names()` or a path that ends in .toml. `only` names the knobs to search, those that
+    the preset leaves out too; all others stay at the baseline. `fixed` sets knobs to one value, which need not be among
+    their choices; texts as from a command line are parsed.
+
+    Raises `SpaceError` for unknown names and values, and for fixed values that nothing in the space makes usable.
+    """
+    baseline = TrainingConfig({one.name: one.baseline(facts) for one in KNOBS})
+    table = _read_preset(preset)
+    fixed_values = {name: _parse(_known(name), value) for name, value in (fixed or {}).items()}
+    searched = [_known(name).name for name in only] or list(table)
+    choices: dict[str, tuple[Value, ...]] = {}
+    for one in KNOBS:
+        if one.name in fixed_values:
+            choices[one.name] = (fixed_values[one.name],)
+        elif one.name in searched:
+            choices[one.name] = _narrow(one, table.get(one.name, "all"), baseline, facts)
+        else:
+            choices[one.name] = (baseline[one.name],)
+    start = _usable_start(baseline.replace(fixed_values), choices, facts) if fixed_values else baseline
+    return SearchSpace(facts=facts, choices=choices, baseline=baseline, start=start)
+
+
+def preset_names() -> dict[str, str]:
+    """The presets that come with autotune: name to summary, smallest first."""
+    summaries = {name: str(_load(file)["summary"]) for name, file in _preset_files().items()}
+    return {name: summaries[name] for name in sorted(summaries, key=_search_order)}
+
+
+def _search_order(name: str) -> tuple[int, str]:
+    """The number of values and knobs that a preset asks for, with `all` counted high; then its name."""
+    knobs = _load(_preset_files()[name])["knobs"]
+    return sum(100 if wanted == "all" else len(wanted) for wanted in knobs.values()), name
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+Wanted = Literal["all"] | tuple[Value, ...]
+
+
+def _preset_files() -> dict[str, Traversable]:
+    """The preset files: inside the package where it is installed from a wheel, beside it in a checkout."""
+    inside = importlib.resources.files("autotune") / "_search_spaces"
+    folder: Traversable = inside if inside.is_dir() else Path(__file__).parent.parent / "search_spaces"
+    return {
+        file.name.removesuffix(".toml"): file
+        for file in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        if file.name.endswith(".toml")
+    }
+
+
+def _read_preset(preset: str) -> dict[str, Wanted]:
+    """Knob name to what is wanted of it. Raises `SpaceError`."""
+    if preset.endswith(".toml"):
+        return _checked(Path(preset), preset)
+    files = _preset_files()
+    if preset not in files:
+        raise SpaceError(
+            f"there is no search space {preset!r}; known are {', '.join(files)}, or give a path that ends in .toml"
+        )
+    return _checked(files[preset], files[preset].name)
+
+
+def _load(file: Traversable) -> dict[str, Any]:
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _checked(file: Traversable, shown: str) -> dict[str, Wanted]:
+    try:
+        content = _load(file)
+    except OSError as error:
+        raise SpaceError(f"cannot read the search space {shown}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpaceError(f"{shown} is not valid TOML: {error}") from None
+    unknown = sorted(set(content) - {"summary", "knobs"})
+    if unknown:
+        raise SpaceError(f"{shown} has an unknown entry {unknown[0]!r}; known are summary and the table [knobs]")
+    knobs = content.get("knobs")
+    if not isinstance(knobs, dict) or not knobs:
+        raise SpaceError(f'{shown} needs a table [knobs] with lines such as precision = "all"')
+    return {name: _checked_wanted(name, wanted, shown) for name, wanted in knobs.items()}
+
+
+def _checked_wanted(name: str, wanted: object, shown: str) -> Wanted:
+    if wanted == "all":
+        _known(name, shown)
+        return "all"
+    if not isinstance(wanted, list) or not wanted:
+        raise SpaceError(f'{shown}: {name} must be "all" or a list of values, not {wanted!r}')
+    return tuple(_parse(_known(name, shown), value, shown) for value in wanted)
+
+
+# --- knobs and values -------------------------------------------------------------------------------------------------
+
+
+def _known(name: str, shown: str = "") -> Knob:
+    try:
+        return knob(name)
+    except ValueError as error:
+        raise SpaceError(f"{shown}: {error}" if shown else str(error)) from None
+
+
+def _parse(one: Knob, value: object, shown: str = "") -> Value:
+    """A value of the knob, from itself or from its text."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    try:
+        return one.parse(text)
+    except ValueError as error:
+        raise SpaceError(f"{shown}: {error}" if shown else str(error)) from None
+
+
+def _narrow(one: Knob, wanted: Wanted, baseline: TrainingConfig, facts: SearchFacts) -> tuple[Value, ...]:
+    """What the knob offers here, as far as it is wanted, and always its baseline.
+
+    A knob offers numbers on a grid, and others are as good: a wanted number off the grid is added where nothing speaks
+    against it.
+    """
+    offered = one.choices(facts)
+    if wanted == "all":
+        return offered
+    own, others = baseline[one.name], {name: value for name, value in baseline.items() if name != one.name}
+    kept = [value for value in offered if value in wanted or value == own]
+    added = [
+        value
+        for value in wanted
+        if _is_count(value) and value not in offered and one.conflict(value, others, facts) is None
+    ]
+    if not added:
+        return tuple(kept)
+    return tuple(sorted({*kept, *added}, key=int))
+
+
+def _is_count(value: Value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _conflict(config: TrainingConfig, facts: SearchFacts) -> str | None:
+    for one in KNOBS:
+        others = {name: value for name, value in config.items() if name != one.name}
+        reason = one.conflict(config[one.name], others, facts)
+        if reason is not None:
+            return f"{one.name}: {reason}"
+    return None
+
+
+def _usable_start(wished: TrainingConfig, choices: dict[str, tuple[Value, ...]], facts: SearchFacts) -> TrainingConfig:
+    """The simplest configuration without conflict that differs from the wished one in the fewest knobs.
+
+    Fixing a value can ask for another one: a part of the step to compile needs something that compiles. Raises
+    `SpaceError` with the wished configuration's conflict where moving a few knobs does not help.
+    """
+    for changes in range(MOST_CHANGES_FROM_FIXED + 1):
+        usable = [config for config in _neighbours(wished, choices, changes) if _conflict(config, facts) is None]
+        if usable:
+            return min(usable, key=lambda config: sum(one.rank(config[one.name], facts) for one in KNOBS))
+    raise SpaceError(f"what is fixed cannot be used: {_conflict(wished, facts)}")
+
+
+def _neighbours(
+    config: TrainingConfig, choices: dict[str, tuple[Value, ...]], changes: int
+) -> Iterable[TrainingConfig]:
+    """Every configuration that differs in exactly so many knobs."""
+    for names in itertools.combinations([name for name, values in choices.items() if len(values) > 1], changes):
+        other_values = [[value for value in choices[name] if value != config[name]] for name in names]
+        for values in itertools.product(*other_values):
+            yield config.replace(dict(zip(names, values, strict=True)))
