@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 import autotune
-import autotune.export
 from autotune.errors import UserError
 from autotune.options import DeviceKind, Objective, SearchOptions
 from autotune.quantities import (
@@ -38,9 +36,9 @@ TARGET_HELP = (
 Parsed = TypeVar("Parsed")
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
+def parse_arguments(argv: list[str], *, export_forms: list[str]) -> argparse.Namespace:
     """What was asked; `command` is its name. Raises `UserError`, and SystemExit(0) after `--help` and `--version`."""
-    return _parser().parse_args(argv)
+    return _parser(export_forms).parse_args(argv)
 
 
 def search_options(arguments: argparse.Namespace) -> SearchOptions:
@@ -62,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def _parser() -> _Parser:
+def _parser(export_forms: list[str]) -> _Parser:
     parser = _Parser(
         prog="autotune",
         description="Finds, by measuring on your own machine, the fastest way to run your PyTorch training step.",
@@ -85,9 +83,7 @@ def _parser() -> _Parser:
     show.add_argument("study", metavar="STUDY", type=Path, help="the directory that search was given as --study")
     export = _add_command(commands, "export", "print a result in another form")
     export.add_argument("result", metavar="BEST.json", type=Path, help="the file that a search or save wrote")
-    modules = [module.name for module in pkgutil.iter_modules(autotune.export.__path__)]
-    formats = sorted(name for name in modules if not name.startswith("_"))
-    export.add_argument("--to", dest="format", choices=formats, required=True, help="the form to print")
+    export.add_argument("--to", dest="form", choices=export_forms, required=True, help="the form to print")
     return parser
 
 

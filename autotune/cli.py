@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import autotune.export
 from autotune.arguments import parse_arguments, search_options
 from autotune.errors import NoAnswerError, SearchInterrupted, UserError
 from autotune.options import CheckReport, MemoryReport, SearchOptions
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: list[str], load_api: LoadApi) -> int:
     """Runs one command. Every exception that means something to the user becomes a sentence and an exit code here."""
     try:
-        arguments = parse_arguments(argv)
+        arguments = parse_arguments(argv, export_forms=_export_forms())
         return COMMANDS[arguments.command](arguments, load_api)
     except ValueError as error:
         return _complain(error, USER_AT_FAULT)
@@ -158,9 +160,15 @@ def _show_study(arguments: argparse.Namespace, load_api: LoadApi) -> int:
 
 def _export(arguments: argparse.Namespace, load_api: LoadApi) -> int:
     recommendation = load_api().load(arguments.result).recommendation
-    exporter = importlib.import_module(f"autotune.export.{arguments.format}")
+    exporter = importlib.import_module(f"autotune.export.{arguments.form}")
     print(exporter.export(recommendation), end="")
     return ANSWER
+
+
+def _export_forms() -> list[str]:
+    """A form is a module of `autotune.export`; what begins with an underscore is a part of one."""
+    names = (module.name for module in pkgutil.iter_modules(autotune.export.__path__))
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, LoadApi], int]] = {

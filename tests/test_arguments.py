@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
-from autotune.arguments import parse_arguments, search_options
+from autotune.arguments import parse_arguments as parse_with_forms
+from autotune.arguments import search_options
 from autotune.errors import UserError
 from autotune.options import SearchOptions
 
@@ -14,6 +16,10 @@ EVERYTHING = [
     "--objective", "memory", "--memory-limit", "24GiB", "--memory-margin", "8%", "--train-samples", "1e6",
     "--device", "cpu", "--study", "studies/one", "--seed", "7", "--fresh",
 ]  # fmt: skip
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    return parse_with_forms(argv, export_forms=["json", "python"])
 
 
 def test_every_option_reaches_the_search() -> None:
@@ -90,11 +96,3 @@ def test_a_fix_that_is_no_assignment_names_the_option() -> None:
     arguments = parse_arguments(["search", "train.py", "--fix", "batch_size"])
     with pytest.raises(UserError, match="argument --fix: 'batch_size' is not an assignment; write it as batch_size=32"):
         search_options(arguments)
-
-
-def test_the_forms_are_the_public_modules_of_the_export_package(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("json", "python"):
-        assert parse_arguments(["export", "best.json", "--to", name]).format == name
-    with pytest.raises(SystemExit):
-        parse_arguments(["export", "--help"])
-    assert "--to {json,python}" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -178,6 +179,15 @@ def test_show_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:
 def test_export_prints_the_form_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(RecordedApi(), "export", "best.json", "--to", "json") == 0
     assert capsys.readouterr().out == export(recommendation())
+
+
+def test_the_forms_are_the_public_modules_of_the_export_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["export", "--help"], must_not_load)
+    forms = re.search(r"--to \{(.*)\}", capsys.readouterr().out)
+    assert forms is not None
+    assert {"json", "python"} <= set(forms[1].split(","))
+    assert not any(form.startswith("_") for form in forms[1].split(","))
 
 
 def test_export_of_no_result_is_the_users_fault(capsys: pytest.CaptureFixture[str]) -> None:
