@@ -155,7 +155,13 @@ def rebuilt(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[A
 
     Data set, collate function, sampler, worker initialisation, generator, timeout and context stay.
     """
-    differing = {name: value for name, value in changes.items() if getattr(loader, name) != value}
+    fixed = batch_fixed_reason(loader) is not None
+    # Such a loader shows batch_size=None; the size that the facts tell of its batches is none that could be set.
+    differing = {
+        name: value
+        for name, value in changes.items()
+        if getattr(loader, name) != value and not (fixed and name == "batch_size")
+    }
     if not differing:
         return loader
     arguments: dict[str, Any] = {
@@ -169,7 +175,7 @@ def rebuilt(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[A
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
     }
-    if "batch_size" not in differing and batch_fixed_reason(loader) is not None:
+    if fixed:
         if loader.batch_sampler is not None:
             arguments["batch_sampler"] = loader.batch_sampler
         else:
