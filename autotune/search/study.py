@@ -1,0 +1,462 @@
+"""`Study`: every trial of a search in one Optuna study on disk, and the sampler that proposes further ones.
+
+The study on disk is told finished trials through `enqueue_trial`, `ask` and `tell`, so that `optuna.load_study` and
+`optuna-dashboard` show what ran and nothing else. Proposals are drawn from a second study, in memory, that holds the
+same trials over the knobs that vary: a proposal that is refused teaches the sampler there, and leaves no trial behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.trial import TrialState
+from pydantic import ValidationError
+
+from autotune.config import TrainingConfig, Value
+from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
+from autotune.search.tables import (
+    BUSY_TIMEOUT_SECONDS,
+    DATABASE_NAME,
+    DirectoryLock,
+    StudyError,
+    StudyTables,
+    set_aside,
+)
+from autotune.space import SearchSpace
+
+NAME_PREFIX = "autotune"
+MOST_DRAWS = 64
+"""Draws of the sampler for one proposal, before a point is taken at random from what is left."""
+
+Objective = Literal["throughput", "memory"]
+
+
+def workload_identity(reference: WorkloadReference, facts: WorkloadFacts) -> str:
+    """Twelve hexadecimal digits of the user's source and of what a child saw of it: another one is another workload."""
+    return _digest(reference.source_hash, facts.fingerprint)
+
+
+def study_name(workload: str, space: SearchSpace, conditions: Conditions, objective: Objective) -> str:
+    """The name of the Optuna study: the workload, then a digest of what makes rates comparable. Never the budget."""
+    return f"{NAME_PREFIX}-{workload}-{_digest(space.fingerprint, conditions.model_dump_json(), objective)}"
+
+
+def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
+    """Trials and probes of the study that was opened last in a directory, without touching it.
+
+    Raises `StudyError` where there is none.
+    """
+    if not (directory / DATABASE_NAME).is_file():
+        raise StudyError(f"there is no study in {directory}")
+    tables = StudyTables(directory)
+    try:
+        name = tables.state("", "last_opened")
+        if name is None:
+            raise StudyError(f"the study in {directory} was never used")
+        with _storage(directory) as storage, _quiet_optuna():
+            study = optuna.load_study(study_name=name, storage=storage)
+            return _read_trials(study, tables, name, directory), _read_probes(tables, name, directory)
+    finally:
+        tables.close()
+
+
+class Study:
+    """A study in use by this process, from `open` to `close`. Also a context manager.
+
+    `interrupted` holds the configurations whose trials were running when an earlier search was killed; they were told
+    FAIL, and are worth running again.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        directory: Path,
+        space: SearchSpace,
+        objective: Objective,
+        machine_identity: str,
+        seed: int,
+        tables: StudyTables,
+        resources: ExitStack,
+    ) -> None:
+        """Only `open` calls this; `resources` is what `close` gives back."""
+        self.name = name
+        self._directory = directory
+        self._space = space
+        self._objective = objective
+        self._tables = tables
+        self._resources = resources
+        self._running: dict[int, optuna.Trial] = {}
+        self._study = _create_or_load(resources.enter_context(_storage(directory)), name)
+        self._study.set_user_attr("machine_identity", machine_identity)
+        self._study.set_user_attr("objective", objective)
+        tables.set_state(name, "machine_identity", machine_identity)
+        tables.set_state("", "last_opened", name)
+        self.interrupted = self._end_interrupted()
+        self._trials = {trial.number: trial for trial in _read_trials(self._study, tables, name, directory)}
+        self._proposals = _Proposals(space, objective, seed + len(self._trials))
+        self._proposals.learn(self.trials())
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        workload: str,
+        space: SearchSpace,
+        conditions: Conditions,
+        objective: Objective,
+        machine_identity: str,
+        seed: int,
+        fresh: bool = False,
+    ) -> Study:
+        """The study of this workload and space in a directory: continued where there is one, else made.
+
+        `workload` comes from `workload_identity`. `fresh` sets aside whatever study the directory holds. Raises
+        `StudyError` where the directory cannot be written, is in use, or holds something broken or a study of another
+        workload or machine.
+        """
+        with ExitStack() as resources:
+            resources.callback(DirectoryLock(directory).close)
+            if fresh:
+                set_aside(directory)
+            tables = StudyTables(directory)
+            resources.callback(tables.close)
+            _refuse_others(directory, tables, workload, machine_identity)
+            study = cls(
+                name=study_name(workload, space, conditions, objective),
+                directory=directory,
+                space=space,
+                objective=objective,
+                machine_identity=machine_identity,
+                seed=seed,
+                tables=tables,
+                resources=resources,
+            )
+            study._resources = resources.pop_all()
+            return study
+
+    def close(self) -> None:
+        """Lets another search use the directory. Trials that are running stay so, for the next one to find."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- trials ---
+
+    def begin(self, config: TrainingConfig) -> int:
+        """Notes that a configuration is about to run, and gives the trial's number.
+
+        Written at once: should the process be killed, the next `open` finds the configuration in `interrupted`.
+        """
+        self._study.enqueue_trial(dict(config), user_attrs={"config_key": config.key}, skip_if_exists=False)
+        asked = self._study.ask(_distributions(self._space, config))
+        while asked.user_attrs.get("config_key") != config.key:
+            # An interrupt between the two lines above left an older one in the queue; it is not run.
+            self._study.tell(asked, state=TrialState.FAIL)
+            asked = self._study.ask(_distributions(self._space, config))
+        self._running[asked.number] = asked
+        return asked.number
+
+    def finish(self, trial: Trial) -> None:
+        """Stores a trial that `begin` gave the number of, and tells Optuna.
+
+        Out of memory and wrong numerics are told as a violated constraint and PRUNED, other failures as FAIL.
+        """
+        asked = self._running.pop(trial.number)
+        asked.set_user_attr("stage", trial.stage)
+        asked.set_user_attr("machine_identity", trial.machine_identity)
+        constraint = _violated_constraint(trial)
+        if constraint is not None:
+            asked.set_constraint(constraint, 1.0)
+        # The record last: where a killed search left it, all that is missing is to tell.
+        asked.set_user_attr("record", trial.model_dump())
+        self._tell(trial)
+        self._trials[trial.number] = trial
+        self._proposals.learn([trial])
+
+    def record(self, trial: Trial) -> Trial:
+        """Begins and finishes a trial that ran elsewhere. Returns it with the number that it got here."""
+        numbered = trial.model_copy(update={"number": self.begin(trial.config)})
+        self.finish(numbered)
+        return numbered
+
+    def replace(self, trial: Trial) -> None:
+        """Stores what a finished trial turned out to be, under its number: numerics that were seen to be wrong later.
+
+        Optuna's own copy of a finished trial is final, so the file keeps both; `trials()` gives this one.
+        """
+        assert trial.number in self._trials
+        self._tables.replace_record(self.name, trial.number, trial.model_dump())
+        self._trials[trial.number] = trial
+        self._proposals.forget()
+        self._proposals.learn(self.trials())
+
+    def trials(self) -> list[Trial]:
+        """All finished trials, oldest first."""
+        return [self._trials[number] for number in sorted(self._trials)]
+
+    # --- proposals ---
+
+    def propose(self) -> TrainingConfig:
+        """A point of the space from the sampler: one that was neither measured nor refused, while there is any."""
+        return self._proposals.draw()
+
+    def reject(self, reason: str) -> None:
+        """The last proposal is not run; the sampler learns to keep away from there, unless it was measured already."""
+        self._proposals.refuse_last(reason)
+
+    # --- beside the trials ---
+
+    def add_probe(self, probe: Probe) -> None:
+        """Stores a probe, in a table of our own."""
+        self._tables.add_probe(self.name, probe.model_dump())
+
+    def probes(self) -> list[Probe]:
+        """All probes, oldest first."""
+        return _read_probes(self._tables, self.name, self._directory)
+
+    def set_state(self, key: str, value: Any) -> None:
+        """Keeps something that JSON can hold, such as the facts, under a key."""
+        self._tables.set_state(self.name, key, value)
+
+    def get_state(self, key: str) -> Any:
+        """What is kept under a key; None where nothing is."""
+        return self._tables.state(self.name, key)
+
+    # --- inside ---
+
+    def _tell(self, trial: Trial) -> None:
+        if trial.failure is None:
+            self._study.tell(trial.number, _objective_value(trial, self._objective))
+        elif _violated_constraint(trial) is not None:
+            self._study.tell(trial.number, state=TrialState.PRUNED)
+        else:
+            self._study.tell(trial.number, state=TrialState.FAIL)
+
+    def _end_interrupted(self) -> list[TrainingConfig]:
+        """Ends what a killed search left waiting or running; where the record is there, as it should have ended."""
+        found: list[TrainingConfig] = []
+        while self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            self._study.ask()
+        for frozen in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if "record" in frozen.user_attrs:
+                self._tell(_parse_trial(frozen.user_attrs["record"], self._directory))
+                continue
+            self._study.tell(frozen.number, state=TrialState.FAIL)
+            found.append(TrainingConfig(frozen.system_attrs["fixed_params"]))
+        return found
+
+
+class _Proposals:
+    """The sampler's own study, in memory: the varied knobs only, refused points included."""
+
+    def __init__(self, space: SearchSpace, objective: Objective, seed: int) -> None:
+        self._space = space
+        self._objective = objective
+        self._random = random.Random(seed)
+        # Plain multivariate TPE is enough here: `group` is for trials that lack some of the parameters.
+        self._sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=False)
+        everything = _distributions(space, space.start)
+        self._distributions = {name: everything[name] for name in space.varied}
+        self._measured: set[str] = set()
+        self._refused: dict[str, TrainingConfig] = {}
+        self._last = space.start
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was measured; what was refused stays refused."""
+        with _quiet_optuna():
+            self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
+        self._measured.clear()
+        for config in self._refused.values():
+            self._add(config, None)
+
+    def learn(self, trials: Sequence[Trial]) -> None:
+        """Adds measured points, except outside the space (the baseline, where something else is fixed)."""
+        fixed = {name: values[0] for name, values in self._space.choices.items() if len(values) == 1}
+        for trial in trials:
+            self._measured.add(trial.config.key)
+            if all(trial.config[name] == value for name, value in fixed.items()):
+                self._add(trial.config, _objective_value(trial, self._objective) if trial.failure is None else None)
+
+    def draw(self) -> TrainingConfig:
+        """A point that is neither measured nor refused; at random where the sampler finds none in many draws."""
+        for attempt in range(MOST_DRAWS if self._distributions else 0):
+            self._last = self._sample() if attempt < MOST_DRAWS // 2 else self._at_random()
+            if self._last.key not in self._measured and self._last.key not in self._refused:
+                break
+        return self._last
+
+    def refuse_last(self, reason: str) -> None:
+        """Adds the last drawn point as one that cannot run, unless it is known already."""
+        if self._last.key not in self._measured and self._last.key not in self._refused:
+            self._refused[self._last.key] = self._last
+            self._add(self._last, None, reason)
+
+    def _add(self, config: TrainingConfig, value: float | None, reason: str = "") -> None:
+        """A point with its value, or one that did not or cannot run: whatever the reason, not worth another try."""
+        failed = value is None
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                params={name: config[name] for name in self._distributions},
+                distributions=self._distributions,
+                value=value,
+                state=TrialState.PRUNED if failed else TrialState.COMPLETE,
+                constraints={"runs": 1.0 if failed else -1.0},
+                user_attrs={"not_run": reason} if reason else {},
+            )
+        )
+
+    def _sample(self) -> TrainingConfig:
+        asked = self._study.ask(self._distributions)
+        # Not run as it is: what runs is added under its own values, which may be rounded to the choices.
+        self._study.tell(asked, state=TrialState.FAIL)
+        return self._space.start.replace({name: self._choice(name, asked.params[name]) for name in self._distributions})
+
+    def _at_random(self) -> TrainingConfig:
+        choices = self._space.choices
+        return self._space.start.replace({name: self._random.choice(choices[name]) for name in self._distributions})
+
+    def _choice(self, name: str, drawn: Value) -> Value:
+        """The choice that was drawn, or for a number the nearest one, by ratio."""
+        choices = self._space.choices[name]
+        if drawn in choices:
+            return drawn
+        return min(choices, key=lambda value: abs(math.log1p(int(value)) - math.log1p(int(drawn))))
+
+
+def _distributions(space: SearchSpace, config: TrainingConfig) -> dict[str, BaseDistribution]:
+    """The same for every trial of a study, as Optuna demands; numbers as a range, since a ceiling is off the grid."""
+    return {name: _distribution(space, name, config[name]) for name in space.choices}
+
+
+def _distribution(space: SearchSpace, name: str, value: Value) -> BaseDistribution:
+    values = list(dict.fromkeys([*space.choices[name], space.baseline[name]]))
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
+        return CategoricalDistribution(values)
+    numbers = [int(one) for one in values]
+    if name == space.batch_name:
+        return IntDistribution(1, max(*numbers, space.facts.largest_batch_size, int(value)), log=True)
+    return IntDistribution(min(0, *numbers), max(1, int(value), *numbers))
+
+
+def _objective_value(trial: Trial, objective: Objective) -> float:
+    """What Optuna maximises: samples per second, or minus the peak bytes."""
+    assert trial.measurement is not None
+    if objective == "memory":
+        return -float(trial.measurement.memory.peak_allocated_bytes)
+    return trial.measurement.samples_per_second
+
+
+def _violated_constraint(trial: Trial) -> str | None:
+    """The name of the constraint that a failed trial violates, where its region is worth learning."""
+    if trial.failure is None:
+        return None
+    return "memory" if trial.failure.kind in OUT_OF_MEMORY else "numerics" if trial.failure.kind == "numerics" else None
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _storage(directory: Path) -> Iterator[optuna.storages.RDBStorage]:
+    """The file as Optuna uses it; no connection stays open afterwards."""
+    try:
+        storage = optuna.storages.RDBStorage(
+            f"sqlite:///{directory / DATABASE_NAME}", engine_kwargs={"connect_args": {"timeout": BUSY_TIMEOUT_SECONDS}}
+        )
+    except RuntimeError as error:  # the file was made by an Optuna that this one does not understand
+        raise StudyError(
+            f"{directory / DATABASE_NAME} cannot be used as a study ({error}); choose another --study, or pass --fresh "
+            "to start over"
+        ) from None
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def _create_or_load(storage: optuna.storages.RDBStorage, name: str) -> optuna.Study:
+    with _quiet_optuna():
+        return optuna.create_study(
+            storage=storage,
+            study_name=name,
+            direction="maximize",
+            load_if_exists=True,
+            # Every trial is enqueued, so nothing is ever sampled here.
+            sampler=optuna.samplers.RandomSampler(),
+        )
+
+
+def _refuse_others(directory: Path, tables: StudyTables, workload: str, machine_identity: str) -> None:
+    instead = "choose another --study, or pass --fresh to start over"
+    for name in tables.study_names():
+        if not name.startswith(f"{NAME_PREFIX}-"):
+            raise StudyError(f"{directory} holds a study of another program ({name}); {instead}")
+        if not name.startswith(f"{NAME_PREFIX}-{workload}-"):
+            raise StudyError(f"{directory} holds a study of another workload; {instead}")
+        if tables.state(name, "machine_identity") not in (None, machine_identity):
+            raise StudyError(f"{directory} holds a study made on another machine; {instead}")
+
+
+def _read_trials(study: optuna.Study, tables: StudyTables, name: str, directory: Path) -> list[Trial]:
+    replaced = tables.replaced_records(name)
+    stored: list[Mapping[str, Any]] = [
+        replaced.get(frozen.number, frozen.user_attrs["record"])
+        for frozen in study.get_trials(deepcopy=False)
+        if frozen.state.is_finished() and "record" in frozen.user_attrs
+    ]
+    return [_parse_trial(record, directory) for record in stored]
+
+
+def _read_probes(tables: StudyTables, name: str, directory: Path) -> list[Probe]:
+    try:
+        return [Probe.model_validate(record) for record in tables.probes(name)]
+    except ValidationError as error:
+        raise _other_version(error, directory) from None
+
+
+def _parse_trial(record: Mapping[str, Any], directory: Path) -> Trial:
+    try:
+        return Trial.model_validate(record)
+    except ValidationError as error:
+        raise _other_version(error, directory) from None
+
+
+def _other_version(error: ValidationError, directory: Path) -> StudyError:
+    where = ".".join(str(part) for part in error.errors()[0]["loc"])
+    return StudyError(
+        f"{directory} holds a study of another version of autotune (it differs in {where}); "
+        "choose another --study, or pass --fresh to start over"
+    )
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+@contextmanager
+def _quiet_optuna() -> Iterator[None]:
+    """Optuna's own log lines say nothing to a user of autotune; the level is put back, for the user may use it too."""
+    logger = logging.getLogger("optuna")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

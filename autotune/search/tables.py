@@ -1,0 +1,138 @@
+"""The files of a study's directory: a lock held while a search uses it, and our own tables beside Optuna's."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+from pathlib import Path
+from typing import IO, Any
+
+from autotune.errors import UserError
+
+DATABASE_NAME = "study.db"
+BUSY_TIMEOUT_SECONDS = 30.0
+"""How long a write waits for whoever else reads the file, such as a dashboard."""
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS autotune_state (study TEXT, key TEXT, json TEXT, PRIMARY KEY (study, key));
+CREATE TABLE IF NOT EXISTS autotune_probes (number INTEGER PRIMARY KEY, study TEXT, json TEXT);
+CREATE TABLE IF NOT EXISTS autotune_replaced (study TEXT, number INTEGER, json TEXT, PRIMARY KEY (study, number));
+"""
+
+
+class StudyError(UserError):
+    """A study directory that cannot be used; the text says why and what to do instead."""
+
+
+class DirectoryLock:
+    """Held from creation to `close()`, by one process at a time; the operating system frees it when the process dies.
+
+    Makes the directory where it is missing. Raises `StudyError` where it cannot be written or another search has it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (directory / "study.lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise StudyError(
+                f"cannot keep a study in {directory}: {error.strerror}; choose another directory with --study"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.seek(0)
+            owner = self._file.read().strip()
+            self._file.close()
+            if not isinstance(error, BlockingIOError):
+                raise StudyError(
+                    f"cannot lock {directory}/study.lock: {error.strerror}; choose a --study on a local disk"
+                ) from None
+            raise StudyError(
+                f"another search (process {owner}) is using {directory}; wait for it, or choose another --study"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Lets the next search in."""
+        self._file.close()
+
+
+class StudyTables:
+    """Values, probes and corrected records that are kept in the study's file and not told to the sampler.
+
+    Raises `StudyError` where the file is not a database that can be read and written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._shown = str(directory / DATABASE_NAME)
+        self._connection = sqlite3.connect(self._shown, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
+        try:
+            verdict = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            tables = {row[0] for row in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if verdict == "ok" and (not tables or "studies" in tables or "autotune_state" in tables):
+                self._connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
+                return
+        except sqlite3.Error as error:
+            verdict = str(error)
+        self._connection.close()
+        reason = "it is a database of something else" if verdict == "ok" else verdict
+        raise StudyError(
+            f"{self._shown} cannot be used as a study ({reason}); choose another --study, or pass --fresh to start over"
+        )
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+
+    def study_names(self) -> list[str]:
+        """Names of all Optuna studies in the file, in the order in which they were made."""
+        known = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'studies'").fetchone()
+        if known is None:
+            return []
+        return [row[0] for row in self._connection.execute("SELECT study_name FROM studies ORDER BY study_id")]
+
+    def set_state(self, study: str, key: str, value: Any) -> None:
+        """Keeps something that JSON can hold under a key, in place of what was there."""
+        row = (study, key, json.dumps(value))
+        self._connection.execute("INSERT OR REPLACE INTO autotune_state VALUES (?, ?, ?)", row)
+
+    def state(self, study: str, key: str) -> Any:
+        """What is kept under the key; None where nothing is."""
+        found = self._connection.execute("SELECT json FROM autotune_state WHERE study = ? AND key = ?", (study, key))
+        row = found.fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def add_probe(self, study: str, probe: dict[str, Any]) -> None:
+        """Keeps one more probe."""
+        row = (study, json.dumps(probe))
+        self._connection.execute("INSERT INTO autotune_probes (study, json) VALUES (?, ?)", row)
+
+    def probes(self, study: str) -> list[dict[str, Any]]:
+        """All probes, in the order in which they were made."""
+        found = self._connection.execute("SELECT json FROM autotune_probes WHERE study = ? ORDER BY number", (study,))
+        return [json.loads(row[0]) for row in found]
+
+    def replace_record(self, study: str, number: int, record: dict[str, Any]) -> None:
+        """Keeps what a trial's record became after Optuna was told, since Optuna's own copy is final."""
+        row = (study, number, json.dumps(record))
+        self._connection.execute("INSERT OR REPLACE INTO autotune_replaced VALUES (?, ?, ?)", row)
+
+    def replaced_records(self, study: str) -> dict[int, dict[str, Any]]:
+        """Trial number to the record that stands in place of Optuna's copy."""
+        found = self._connection.execute("SELECT number, json FROM autotune_replaced WHERE study = ?", (study,))
+        return {row[0]: json.loads(row[1]) for row in found}
+
+
+def set_aside(directory: Path) -> None:
+    """Starting over: the old file stays beside the new one as study.db.old, so that nothing is lost at once."""
+    database = directory / DATABASE_NAME
+    journal = directory / f"{DATABASE_NAME}-journal"
+    if journal.exists():
+        journal.unlink()
+    if database.exists():
+        database.replace(directory / f"{DATABASE_NAME}.old")
