@@ -66,9 +66,9 @@ def value_text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def settings_text(settings: Mapping[str, Value]) -> str:
-    """Such as `batch_size=64, precision=bf16`; `your settings` where there are none."""
-    return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items()) or OWN_SETTINGS
+def settings_text(settings: Mapping[str, Value], *, nothing: str = OWN_SETTINGS) -> str:
+    """Such as `batch_size=64, precision=bf16`; `nothing` where there are none."""
+    return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items()) or nothing
 
 
 def changes_text(config: TrainingConfig, baseline: TrainingConfig | None) -> str:

@@ -9,7 +9,16 @@ from autotune.config import Value
 from autotune.options import CheckReport, MemoryReport, RefusedValue
 from autotune.quantities import format_bytes, format_duration
 from autotune.records import MachineFacts, SearchFacts
-from autotune.report.document import OWN_SETTINGS, Document, Grid, Lines, Sentence, lines_if_any, value_text
+from autotune.report.document import (
+    OWN_SETTINGS,
+    Document,
+    Grid,
+    Lines,
+    Sentence,
+    lines_if_any,
+    settings_text,
+    value_text,
+)
 from autotune.report.recommendation import ceilings_grid, class_text
 
 EFFECT_TEXTS = {
@@ -35,17 +44,23 @@ def check_document(report: CheckReport) -> Document:
         Sentence("Your program is understood: one training step of it ran.", "good"),
         Lines("Your program", _workload_lines(report.facts)),
         Lines("This machine", _machine_lines(report.facts.machine)),
-        offered_grid(report.offered),
+        *_offered(report.offered),
         *lines_if_any("Not tried here", tuple(_refusal_text(refusal) for refusal in report.refused)),
         *lines_if_any("Warnings", report.warnings, "warning"),
         Sentence(f"A search would take about {format_duration(report.estimated_search_seconds)}."),
     )
 
 
-def offered_grid(offered: dict[str, tuple[Value, ...]]) -> Grid:
-    """The values that a search chooses from."""
-    rows = tuple((name, ", ".join(value_text(value) for value in values)) for name, values in offered.items())
-    return Grid("What a search would try", ("knob", "values"), rows)
+def _offered(offered: dict[str, tuple[Value, ...]]) -> Document:
+    """The values that a search chooses from; knobs that are left no choice are named apart."""
+    rows = tuple(
+        (name, ", ".join(value_text(value) for value in values)) for name, values in offered.items() if len(values) > 1
+    )
+    held = settings_text({name: values[0] for name, values in offered.items() if len(values) == 1}, nothing="")
+    return (
+        *((Grid("What a search would try", ("knob", "values"), rows),) if rows else ()),
+        *lines_if_any("What it would leave alone", (held,) if held else ()),
+    )
 
 
 def _refusal_text(refusal: RefusedValue) -> str:

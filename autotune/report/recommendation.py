@@ -191,7 +191,11 @@ def _failure_counts(recommendation: Recommendation) -> tuple[str, ...]:
     if not recommendation.failure_counts:
         return ()
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(recommendation.failure_counts.items()))
-    return (f"of {recommendation.trial_count} trials: {counts}",)
+    return (f"of {_trials_text(recommendation)}: {counts}",)
+
+
+def _trials_text(recommendation: Recommendation) -> str:
+    return "1 trial" if recommendation.trial_count == 1 else f"{recommendation.trial_count} trials"
 
 
 def _circumstances(recommendation: Recommendation) -> tuple[str, ...]:
@@ -203,7 +207,7 @@ def _circumstances(recommendation: Recommendation) -> tuple[str, ...]:
     return (
         f"on {device}, torch {machine.torch_version}"
         + ("" if limit is None else f", memory limited to {format_bytes(limit)}"),
-        f"{recommendation.trial_count} trials in {format_duration(recommendation.search_seconds)}, "
+        f"{_trials_text(recommendation)} in {format_duration(recommendation.search_seconds)}, "
         f"autotune {recommendation.autotune_version}",
         *machine.notes,
     )

@@ -10,7 +10,7 @@ from tests.report.sample_records import BASELINE, GIB, ceiling, machine, search_
 def check_text(**changes: object) -> str:
     fields: dict[str, object] = {
         "facts": search_facts(),
-        "offered": {"precision": ("as_is", "tf32", "bf16"), "pin_memory": (False, True)},
+        "offered": {"precision": ("as_is", "tf32", "bf16"), "pin_memory": (False, True), "num_workers": (0,)},
         "refused": (
             RefusedValue(knob="num_workers", value=None, reason="the data set does not shard"),
             RefusedValue(knob="batch_size", value=4096, reason="larger than the data set"),
@@ -51,6 +51,7 @@ def test_check_lists_what_is_offered_and_what_is_refused_with_the_reason() -> No
     text = check_text()
     assert "precision as_is, tf32, bf16" in text
     assert "pin_memory false, true" in text
+    assert "What it would leave alone - num_workers=0 Not tried here" in text
     assert "num_workers: the data set does not shard" in text
     assert "batch_size=4096: larger than the data set" in text
     assert "another process uses the GPU" in text

@@ -159,6 +159,7 @@ def test_the_second_answer_says_its_price_and_what_was_not_checked() -> None:
 
 def test_where_it_was_measured_is_told() -> None:
     assert "on NVIDIA H200, torch 2.11.0 - 31 trials in 8 min 20 s, autotune 0.1.0" in told()
+    assert "1 trial in 8 min" in told(trial_count=1)
     settings = recommendation().settings.model_copy(
         update={"conditions": Conditions(device="cpu", global_batch_size=None, memory_limit_bytes=2**30)}
     )
