@@ -68,6 +68,7 @@ class LiveView:
         self._stage = "starting"
         self._running = ""
         self._phase: Phase | None = None
+        self._probe = ""
         self._best = ""
         self._finished_count = 0
         self._failed_count = 0
@@ -95,7 +96,7 @@ class LiveView:
     def stage(self, stage: Stage, detail: str) -> None:
         """A new stage: shown until the next one begins."""
         self._stage = one_line(f"{stage}: {detail}" if detail else stage)
-        self._running, self._phase = "", None
+        self._running, self._phase, self._probe = "", None, ""
         left = "" if self._ends_at_seconds is None else f" ({self._left_text()})"
         self._event(f"stage {self._stage}{left}")
 
@@ -125,8 +126,9 @@ class LiveView:
             self._event("; ".join(filter(None, [f"trial {trial.number}: {rate} samples/s", self._best])))
 
     def probe(self, kind: str, text: str) -> None:
-        """What a probe showed."""
-        self._event(one_line(f"{kind} probe: {text}"))
+        """What a probe showed; the last one of a stage stays in view."""
+        self._probe, self._phase = one_line(f"{kind} probe: {text}"), None
+        self._event(self._probe)
 
     def note(self, text: str) -> None:
         """Stays on the screen, above what is redrawn."""
@@ -157,9 +159,11 @@ class LiveView:
         left = "" if self._ends_at_seconds is None else self._left_text()
         head.add_row(self._spinner, Text(self._stage, "bold"), Text(left, "cyan"))
         phase = "" if self._phase is None else f" [{self._phase}]"
+        running = self._running or ("probe" if phase else "")
         trials = "1 trial" if self._finished_count == 1 else f"{self._finished_count} trials"
         counts = f"{trials}, {self._failed_count} failed"
-        rows = [Text(f"  {self._running}{phase}")] if self._running else []
+        rows = [Text(f"  {running}{phase}")] if running else []
+        rows += [Text(f"  {self._probe}", "dim")] if self._probe else []
         rows += [Text(f"  {self._best}", "green")] if self._best else []
         rows += [Text(f"  {counts}", "dim"), *(Text(f"  {failure}", "yellow") for failure in self._failures)]
         for row in rows:

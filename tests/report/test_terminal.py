@@ -125,6 +125,17 @@ def test_the_last_failures_are_drawn_one_line_each() -> None:
     assert "trial 1: device_oom" not in last
 
 
+def test_a_probe_shows_its_phase_and_then_what_it_found() -> None:
+    screen = Screen()
+    with LiveView(screen) as view:
+        view.stage("memory", "how far the batch goes")
+        view.probe("memory", "batch 64 takes 3 GiB")
+        view.phase("build")
+    drawn = screen.getvalue()
+    assert "memory probe: batch 64 takes 3 GiB" in drawn
+    assert "  probe [build]" in drawn
+
+
 def test_a_note_stays_on_the_terminal() -> None:
     screen = Screen()
     with LiveView(screen) as view:
