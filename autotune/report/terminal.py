@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TextIO
@@ -72,7 +71,7 @@ class LiveView:
         self._best = ""
         self._finished_count = 0
         self._failed_count = 0
-        self._failures: deque[str] = deque(maxlen=FAILURES_SHOWN)
+        self._failures: tuple[str, ...] = ()  # replaced, never changed in place: the thread that redraws reads it
         self._ends_at_seconds: float | None = None
         self._live = Live(
             get_renderable=self._picture,
@@ -119,7 +118,7 @@ class LiveView:
         if trial.failure is not None:
             self._failed_count += 1
             failure = one_line(f"trial {trial.number}: {trial.failure.kind}: {trial.failure.message}")
-            self._failures.append(failure)
+            self._failures = (*self._failures, failure)[-FAILURES_SHOWN:]
             self._event(failure)
         elif trial.measurement is not None:
             rate = format_rate(trial.measurement.samples_per_second)
