@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotune.records import FailureKind
 
 
-class TrialFailure(Exception):
+class TrialFailure(Exception):  # noqa: N818  # named for the record that becomes of it
     """Ends a trial with a failure of this kind; the phase is added by whoever catches it.
 
     `message` is one sentence: what happened, with which value, what to change. `detail` holds further lines, such as

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from autotune.processes import system_memory
 from autotune.processes.failures import classify, import_failure
-from autotune.processes.wire import TrialOrder, encode_answer
+from autotune.processes.wire import TrialOrder, encode_answer, unfinished
 from autotune.records import Conditions, Failure, Phase, TrialAnswer, TrialRequest
 from autotune.workload import UserFunctions, load_functions
 
@@ -131,7 +131,7 @@ class TrialProcess:
         self._report_descriptor = report_descriptor
         self._phase: Phase = "start"
         # opened now, since a trial may end because no further file can be opened
-        self._unfinished_path = order.result_path + ".unfinished"
+        self._unfinished_path = unfinished(order.result_path)
         self._result = open(self._unfinished_path, "w", encoding="utf-8")  # noqa: SIM115
 
     def run(self, load: Callable[[], UserFunctions]) -> None:

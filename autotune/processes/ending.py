@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.processes.wire import decode_answer
+from autotune.processes.wire import decode_answer, unfinished
 from autotune.records import Failure, FailureKind, Phase, TrialAnswer
 
 _TAIL_BYTES = 4096
@@ -32,17 +32,20 @@ class Ending:
     survivors: tuple[int, ...] = ()
     exhausted_files_limit: int | None = None
 
+    def remove_results(self) -> None:
+        """Removes what the trial has written down, finished or not."""
+        self.result_path.unlink(missing_ok=True)
+        Path(unfinished(str(self.result_path))).unlink(missing_ok=True)
+
 
 def answer_of(ending: Ending) -> TrialAnswer:
-    """The answer that the trial wrote, or the failure that its end is. Removes the result file."""
+    """The answer that the trial wrote, or the failure that its end is."""
     if ending.survivors:
         message = f"processes {_listed(ending.survivors)} of the trial could not be killed; the driver may hold them"
         return _failed("memory_not_returned", ending, message)
     if ending.result_path.exists():
         answer = decode_answer(ending.result_path.read_text(encoding="utf-8"))
-        ending.result_path.unlink()
         return _blaming_the_kernel(answer) if ending.host_killed else answer
-    ending.result_path.with_name(ending.result_path.name + ".unfinished").unlink(missing_ok=True)
     if ending.server_ended is not None:
         return _server_died(ending, ending.server_ended)
     if ending.timeout_phase is not None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 
 from autotune.failure import TrialFailure
 from autotune.processes.frames import Origin, origin_of
@@ -34,7 +35,7 @@ def _spelling(kind: FailureKind, pattern: str, *, only_near_ceiling: bool = Fals
 _SPELLINGS = (
     # "open shared memory object" fails for two reasons, which only the end of the text tells apart
     _spelling("file_limit", r"too many open files|received \d+ items of ancdata"),
-    _spelling("shared_memory", r"killed by signal: bus error|insufficient shared memory"),
+    _spelling("shared_memory", r"insufficient shared memory"),
     _spelling("shared_memory", r"(shared memory object|/torch_\d+|/dev/shm)[\s\S]*no space left on device"),
     _spelling("shared_memory", r"unable to (resize file|write to file|allocate shared memory)[\s\S]*/torch_\d+"),
     _spelling("launch_limit", r"out of resources?: |OutOfResources|too many resources requested for launch"),
@@ -56,6 +57,7 @@ _SPELLED_TYPES = frozenset({"RuntimeError", "OSError", "MemoryError", "Assertion
 """Errors of the system and of torch's native code. A ValueError of the user that speaks of memory is just that."""
 
 _WORKER_SIGNALS = {
+    "bus error": signal.SIGBUS,
     "segmentation fault": signal.SIGSEGV,
     "aborted": signal.SIGABRT,
     "killed": signal.SIGKILL,
@@ -86,13 +88,17 @@ def classify(error: BaseException, phase: Phase) -> Failure:
     for link in links:
         if isinstance(link, TrialFailure):
             return Failure(kind=link.kind, phase=phase, message=link.message, detail=_detail_of(link))
+        if isinstance(link, WorkloadError):
+            return Failure(kind="user_error", phase=phase, message=str(link), detail=link.detail)
     for link in links:
         failure = _named_failure(link, origin_of(link), phase)
         if failure is not None:
             return failure
     origin = origin_of(error)
     if any(_is_of_compiler(link) for link in links):
-        message = f"compiling failed with {origin.type_name}: {_first_line(origin.message)}"
+        inner = getattr(error, "inner_exception", None) or error  # what a backend raised is told by its wrapper only
+        told = origin_of(inner)
+        message = f"compiling failed with {told.type_name}: {_first_line(told.message)}"
         return Failure(kind="compile_error", phase=phase, message=message, detail=origin.detail)
     return Failure(kind="user_error", phase=phase, message=_user_message(error, origin), detail=origin.detail)
 
@@ -126,27 +132,39 @@ def _links(error: BaseException) -> Iterator[BaseException]:
 def _named_failure(error: BaseException, origin: Origin, phase: Phase) -> Failure | None:
     """The failure, where the exception is one of those that have a name of their own."""
 
-    def failure(kind: FailureKind, message: str, signal_name: str | None = None) -> Failure:
-        return Failure(kind=kind, phase=phase, message=message, detail=origin.detail, signal=signal_name)
+    def failure(kind: FailureKind) -> Failure:
+        return Failure(kind=kind, phase=phase, message=_explained(kind, origin), detail=origin.detail)
 
-    text = _worker_death_text() if _is_lost_worker(error, origin) else origin.message
+    text = origin.message
     killed = _WORKER_KILLED.search(text)
-    if killed is not None and killed[1].strip().lower() in _WORKER_SIGNALS:
-        name = _WORKER_SIGNALS[killed[1].strip().lower()].name
-        return failure("crash", f"a loader worker was killed by {name}", name)
     exited = _WORKER_EXITED.search(text)
-    if exited is not None:
-        status = f" with status {exited[1]}" if exited[1] else ""
-        shown = f"{origin.type_name}: {_first_line(origin.message)}"
-        return failure("user_error", f"a loader worker exited{status} before its batch arrived ({shown})")
+    if killed is not None and killed[1].strip().lower() in _WORKER_SIGNALS:
+        return _worker_died(origin, -_WORKER_SIGNALS[killed[1].strip().lower()], phase)
+    if exited is not None or _is_lost_worker(error, origin):
+        code = int(exited[1]) if exited is not None and exited[1] else _worker_exit_code(error)
+        return _worker_died(origin, code, phase)
     if _has_type(error, "torch", "OutOfMemoryError") or origin.type_name == "OutOfMemoryError":
-        return failure("device_oom", _explained("device_oom", origin))
+        return failure("device_oom")
     if isinstance(error, MemoryError) or origin.type_name in ("MemoryError", "_ArrayMemoryError"):
-        return failure("host_oom", _explained("host_oom", origin))
+        return failure("host_oom")
     if _NO_CUDA.search(text):
         return None  # the user's, with a hint; "CUDA driver" in its text is no error of the driver
     kind = _kind_by_spelling(error, origin)
-    return None if kind is None else failure(kind, _explained(kind, origin))
+    return None if kind is None else failure(kind)
+
+
+def _worker_died(origin: Origin, code: int | None, phase: Phase) -> Failure:
+    shown = f"{origin.type_name}: {_first_line(origin.message)}"
+    if code == -signal.SIGBUS:
+        message = _explained("shared_memory", origin)
+        return Failure(kind="shared_memory", phase=phase, message=message, detail=origin.detail)
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        message = f"a loader worker was killed by {name}"
+        return Failure(kind="crash", phase=phase, message=message, detail=origin.detail, signal=name)
+    status = f" with status {code}" if code is not None else ""
+    message = f"a loader worker exited{status} before its batch arrived ({shown})"
+    return Failure(kind="user_error", phase=phase, message=message, detail=origin.detail)
 
 
 def _kind_by_spelling(error: BaseException, origin: Origin) -> FailureKind | None:
@@ -175,17 +193,26 @@ def _is_lost_worker(error: BaseException, origin: Origin) -> bool:
     return any("multiprocessing" in file for file in files[-4:])
 
 
-def _worker_death_text() -> str:
-    """What torch knows of the death of a loader worker, which the kernel may tell a moment after its sockets closed."""
-    torch = sys.modules["torch"]
+def _worker_exit_code(error: BaseException) -> int | None:
+    """How a loader worker ended, from the loader that the traceback runs through; negative for a signal."""
+    workers = _workers_in(error)
     deadline = time.monotonic() + _WORKER_DEATH_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            torch._C._error_if_any_worker_fails()
-        except RuntimeError as death:
-            return str(death)
+    while workers and time.monotonic() < deadline:  # its sockets close a moment before it is dead
+        ended = [worker.exitcode for worker in workers if worker.exitcode]
+        if ended:
+            return min(ended, key=lambda code: code == -signal.SIGTERM)  # of which the loader's own shutdown makes use
         time.sleep(0.01)
-    return "DataLoader worker (pid 0) exited unexpectedly"
+    return None
+
+
+def _workers_in(error: BaseException) -> list[BaseProcess]:
+    link = error.__traceback__
+    while link is not None:
+        workers = getattr(link.tb_frame.f_locals.get("self"), "_workers", None)
+        if isinstance(workers, list):
+            return [worker for worker in workers if isinstance(worker, BaseProcess)]
+        link = link.tb_next
+    return []
 
 
 def _is_of_compiler(error: BaseException) -> bool:

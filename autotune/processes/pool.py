@@ -48,6 +48,7 @@ class TrialPool:
         warm_compiler: bool = False,
         gpu_used_bytes: Callable[[], int | None] | None = None,
         on_note: Callable[[str], None] | None = None,
+        start_method: StartMethod = "fork",
         entry: str = ENTRY,
         silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
@@ -62,7 +63,7 @@ class TrialPool:
         self._entry = entry
         self._silence_seconds = silence_seconds
         self._working_directory = os.getcwd()
-        self._start_method: StartMethod = "fork"
+        self._start_method: StartMethod = start_method
         self._fork_proven = False
         self._servers: dict[tuple[tuple[str, str], ...], ServerProcess] = {}
         self._trial_number = _last_trial_number(directory)
@@ -98,9 +99,11 @@ class TrialPool:
         if self._start_method == "fork" and not self._fork_proven:
             if ending.timeout_phase in ("start", "build"):
                 self._switch_to_fresh("the first trial stayed silent in a forked process")
+                ending.remove_results()
                 ending = self._run_once(request, on_phase)
             self._fork_proven = True
         answer = answer_of(ending)
+        ending.remove_results()
         failure = answer.failure or self._memory_failure(used_before, ending.last_phase)
         if failure is not None:
             answer = TrialAnswer(failure=failure.model_copy(update={"output_path": ending.output_path}))
@@ -164,6 +167,7 @@ class TrialPool:
             self._discard(server)
         except BaseException:  # KeyboardInterrupt, or of the caller's on_phase: the trial ends with its server
             self._discard(server)
+            ending.remove_results()
             raise
         ending.host_killed = system_memory.oom_kills() > kills_before
         return ending

@@ -265,8 +265,6 @@ def import_user_module(hello: Hello) -> tuple[UserFunctions, int]:
             return
         thread_count = count
 
-    if hello.warm_compiler:
-        _import_compiler()
     torch.set_num_threads = take_down  # type: ignore[assignment]  # a function of native code there
     sys.argv = [hello.workload.location]
     try:
@@ -274,16 +272,25 @@ def import_user_module(hello: Hello) -> tuple[UserFunctions, int]:
     finally:
         importing = False
         torch.set_num_threads = set_num_threads
+    import torch._dynamo  # making any optimizer imports it, which takes a second: better here than in each trial
+
+    if hello.warm_compiler:
+        _import_compiler()
     child.load_entry(hello.entry)
     set_num_threads(1)
     return functions, thread_count
 
 
 def _import_compiler() -> None:
-    # the pool of compile processes that importing inductor starts would belong to the server, of no use to a trial
+    # importing inductor starts a pool of compiling processes, unless told not to: ours would be of no use to a trial
+    before = os.environ.get("TORCH_WARM_POOL")
     os.environ["TORCH_WARM_POOL"] = "0"
-    import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
+
+    if before is None:
+        del os.environ["TORCH_WARM_POOL"]
+    else:
+        os.environ["TORCH_WARM_POOL"] = before
 
 
 def try_out_fork(thread_count: int) -> None:

@@ -155,6 +155,11 @@ class Channel:
         return bytes(chunks)
 
 
+def unfinished(result_path: str) -> str:
+    """The name of a trial's result while it is being written."""
+    return result_path + ".unfinished"
+
+
 def encode_answer(answer: TrialAnswer) -> str:
     """JSON in which a loss may be NaN or infinite, which pydantic's own would turn into null."""
     return json.dumps(answer.model_dump())

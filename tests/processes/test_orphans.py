@@ -1,0 +1,62 @@
+"""The orchestrator is killed: everything that it started is gone soon after."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+ORCHESTRATOR = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from trial_behaviours import seed_of
+from autotune.config import TrainingConfig
+from autotune.processes.pool import TrialPool
+from autotune.records import Conditions, TrialRequest
+from autotune.workload import Workload
+
+names = {role: f"trial_behaviours:{role}" for role in ("model_fn", "data_fn")}
+workload = Workload("module", "trial_behaviours", names, None, (sys.argv[1],))
+conditions = Conditions(device="cpu", global_batch_size=None, seed=seed_of("leave_children_and_hang"))
+request = TrialRequest(kind="soak", config=TrainingConfig({}), conditions=conditions)
+with TrialPool(workload, Path(sys.argv[2]), entry="trial_behaviours:answer") as pool:
+    if os.environ.get("HELD_OPEN") and os.fork() == 0:
+        time.sleep(60)  # with its copy of our end of the server's connection
+    pool.run(request)
+"""
+
+
+def wait_for(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("socket_held_by_a_fork", [False, True])
+def test_orchestrator_is_killed(tmp_path, socket_held_by_a_fork):
+    environment = {**os.environ, **({"HELD_OPEN": "1"} if socket_held_by_a_fork else {})}
+    orchestrator = subprocess.Popen(
+        [sys.executable, "-c", ORCHESTRATOR, os.path.dirname(__file__), str(tmp_path)], env=environment
+    )
+    try:
+        root = psutil.Process(orchestrator.pid)
+        # sleep 613 inside the trial's session, one outside, and one that forked away from its parent
+        wait_for(lambda: sum("613" in " ".join(p.cmdline()) for p in alive(root.children(recursive=True))) == 3)
+        family = root.children(recursive=True)
+        bystanders = [p for p in root.children() if p.cmdline()[1:2] == ["-c"]]
+        assert len(bystanders) == int(socket_held_by_a_fork)
+        orchestrator.kill()
+        wait_for(lambda: not alive(set(family) - set(bystanders)))
+    finally:
+        orchestrator.kill()
+        orchestrator.wait()
+        for process in alive(bystanders):
+            process.kill()
+
+
+def alive(processes):
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,227 @@
+"""Trials as real processes: whatever happens in one is an answer with a name, and nothing is left behind."""
+
+import math
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from autotune.processes.pool import TrialPool, remove_shared_memory
+
+ENTRY = "trial_behaviours:answer"
+
+
+@pytest.fixture(scope="module")
+def pool(behaving_workload, tmp_path_factory):
+    with TrialPool(behaving_workload, tmp_path_factory.mktemp("study"), entry=ENTRY) as pool:
+        yield pool
+    assert psutil.Process().children() == []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(pool):
+    """After each trial, all that descends from this process are idle servers."""
+    yield
+    server_pids = {server.pid for server in pool._servers.values()}
+    assert {process.pid for process in psutil.Process().children(recursive=True)} == server_pids
+
+
+def failure_of(answer):
+    assert answer.failure is not None
+    assert answer.soak is None
+    assert answer.failure.output_path == answer.output_path
+    return answer.failure
+
+
+def test_a_trial_finds_itself_where_the_user_stood(pool, request_for):
+    answer = pool.run(request_for("look_around"))
+    assert answer.failure is None
+    threads, directory, child, start_method, age, own_session, interruptible, _ = answer.soak.findings
+    assert directory == os.getcwd()  # although importing the user's module changes it
+    assert (threads, child, start_method, own_session, interruptible) == ("2", "1", "fork", "True", "True")
+    assert 0 <= float(age) < 20
+    assert answer.seconds > 0
+
+
+def test_phases_are_told_in_order(pool, request_for):
+    seen = []
+    pool.run(request_for("look_around"), seen.append)
+    assert seen == ["start", "build", "measure"]
+
+
+def test_segmentation_fault(pool, request_for):
+    failure = failure_of(pool.run(request_for("die_of_segfault")))
+    assert (failure.kind, failure.signal, failure.phase) == ("crash", "SIGSEGV", "measure")
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "hang_and_ignore_signals", "leave_children_and_hang"])
+def test_hang(pool, request_for, behaviour):
+    failure = failure_of(pool.run(request_for(behaviour, measure_seconds=1.0)))
+    assert failure.kind == "timeout"
+    assert failure.message == "the trial did not get through its measure phase within 1 s"
+
+
+def test_status_zero_without_a_result_is_a_failure(pool, request_for):
+    failure = failure_of(pool.run(request_for("exit_silently")))
+    assert failure.kind == "crash"
+    assert "ended without a result, with status 0" in failure.message
+
+
+def test_sys_exit_is_the_users(pool, request_for):
+    failure = failure_of(pool.run(request_for("exit_loudly")))
+    assert failure.kind == "user_error"
+    assert "SystemExit: 3" in failure.message
+
+
+def test_an_exception_shows_the_users_frames_alone(pool, request_for):
+    failure = failure_of(pool.run(request_for("raise_error")))
+    assert failure.kind == "user_error"
+    assert "LookupError: sample 37 is broken" in failure.message
+    assert "in raise_error" in failure.message
+    assert "trial_behaviours.py" in failure.detail
+    assert "processes/child.py" not in failure.detail
+
+
+def test_a_failure_that_measuring_has_named(pool, request_for):
+    failure = failure_of(pool.run(request_for("find_numerics")))
+    assert (failure.kind, failure.message) == ("numerics", "the loss is NaN in step 3")
+
+
+@pytest.mark.parametrize("behaviour", ["allocate_too_much", "allocate_too_much_in_a_worker"])
+def test_the_memory_limit_is_real(pool, request_for, behaviour):
+    failure = failure_of(pool.run(request_for(behaviour, memory_limit_bytes=2**30)))
+    assert failure.kind == "host_oom"
+
+
+def test_without_a_limit_the_machine_is_not_endangered(pool, request_for):
+    assert failure_of(pool.run(request_for("map_too_much"))).kind == "host_oom"
+
+
+def test_a_talkative_trial(pool, request_for):
+    answer = pool.run(request_for("print_a_lot"))
+    assert answer.soak.findings == ("printed",)
+    assert os.path.getsize(answer.output_path) > 2_000_000
+
+
+def test_standard_input_is_empty(pool, request_for):
+    assert pool.run(request_for("read_the_keyboard")).soak.findings == ("''", "b''")
+
+
+def test_children_that_left_the_group_are_killed(pool, request_for):
+    pids = [int(pid) for pid in pool.run(request_for("leave_children")).soak.findings]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_worker_killed_by_a_signal(pool, request_for):
+    failure = failure_of(pool.run(request_for("lose_a_worker_by_signal")))
+    assert (failure.kind, failure.signal) == ("crash", "SIGSEGV")
+    assert failure.message == "a loader worker was killed by SIGSEGV"
+
+
+def test_a_worker_that_exits(pool, request_for):
+    failure = failure_of(pool.run(request_for("lose_a_worker_by_exit")))
+    assert failure.kind == "user_error"
+    assert "a loader worker exited with status 3" in failure.message
+
+
+def test_an_exception_in_a_worker_is_unwrapped(pool, request_for):
+    failure = failure_of(pool.run(request_for("raise_in_a_worker")))
+    assert failure.kind == "user_error"
+    assert failure.message.startswith("OSError: file 37 is truncated (")
+    assert "in raise_own_error" in failure.message
+    assert "dataloader.py" not in failure.detail
+
+
+def test_open_files_used_up(pool, request_for):
+    failure = failure_of(pool.run(request_for("use_up_files")))
+    assert failure.kind == "file_limit"
+    assert "ulimit -n" in failure.message
+
+
+def test_a_hang_without_a_free_descriptor_is_not_just_a_timeout(pool, request_for):
+    failure = failure_of(pool.run(request_for("use_up_files_and_hang", measure_seconds=2.0)))
+    assert failure.kind == "file_limit"
+
+
+def test_answers_may_hold_nan(pool, request_for):
+    soak = pool.run(request_for("return_not_a_number")).soak
+    assert math.isnan(soak.samples_per_second)
+    assert math.isinf(soak.growth_bytes_per_step)
+
+
+def test_shared_memory_of_a_killed_trial_is_removed(pool, request_for):
+    (path,) = pool.run(request_for("leave_shared_memory")).soak.findings
+    assert path.startswith("/dev/shm/torch_")
+    assert not os.path.exists(path)
+
+
+def test_shared_memory_of_others_stays(tmp_path):
+    path = f"/dev/shm/torch_{os.getpid()}_test_0"
+    with open(path, "wb"):
+        remove_shared_memory((1,))
+        assert os.path.exists(path)
+        remove_shared_memory((os.getpid(),))
+        assert not os.path.exists(path)
+
+
+def test_ctrl_c_kills_the_trial_and_passes_through(pool, request_for):
+    def interrupt(phase):
+        if phase == "measure":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(request_for("leave_children_and_hang"), interrupt)
+    assert psutil.Process().children(recursive=True) == []
+    assert pool.run(request_for("look_around")).failure is None
+
+
+def test_a_killed_server_is_a_crash_and_is_replaced(pool, request_for):
+    failure = failure_of(pool.run(request_for("kill_the_server")))
+    assert (failure.kind, failure.signal) == ("crash", "SIGKILL")
+    assert not [process for process in psutil.process_iter() if is_sleeper(process)]
+    assert pool.run(request_for("look_around")).failure is None
+
+
+def is_sleeper(process):
+    try:
+        return process.cmdline() == ["sleep", "614"]
+    except psutil.Error:
+        return False
+
+
+def test_memory_that_does_not_come_back(pool, request_for, monkeypatch):
+    readings = iter([0])
+    monkeypatch.setattr(pool, "_gpu_used_bytes", lambda: next(readings, 2**30))
+    monkeypatch.setattr("autotune.processes.pool._GPU_RETURN_SECONDS", 0.2)
+    failure = failure_of(pool.run(request_for("look_around")))
+    assert failure.kind == "memory_not_returned"
+    assert "1024 MiB more than before" in failure.message
+
+
+def test_waits_until_memory_is_back(pool, request_for, monkeypatch):
+    readings = iter([10, 2**30, 2**30, 20])
+    monkeypatch.setattr(pool, "_gpu_used_bytes", lambda: next(readings))
+    assert pool.run(request_for("look_around")).failure is None
+    assert next(readings, None) is None
+
+
+def test_result_files_are_removed_and_logs_kept(pool, request_for):
+    answer = pool.run(request_for("print_a_lot"))
+    names = {path.name for path in pool._directory.iterdir()}
+    assert os.path.basename(answer.output_path) in names
+    assert not [name for name in names if ".json" in name]
+
+
+def test_numbers_go_on_where_an_earlier_search_stopped(behaving_workload, tmp_path):
+    (tmp_path / "trial-0041.log").touch()
+    assert TrialPool(behaving_workload, tmp_path, entry=ENTRY)._trial_number == 41
+
+
+def test_a_trial_is_cheap(pool, request_for):
+    started = time.monotonic()
+    for _ in range(3):
+        pool.run(request_for("exit_silently"))
+    assert time.monotonic() - started < 3  # importing torch alone takes that long

@@ -1,0 +1,52 @@
+"""Processes are found wherever they hide."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from autotune.processes.process_tree import carrying, descendants, exhausted_files_limit
+
+NESTED = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+
+
+@pytest.fixture
+def family():
+    """A child with a child of its own, in a session of their own."""
+    variables = {**os.environ, "AUTOTUNE_TEST_MARK": "here"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", NESTED], stdout=subprocess.PIPE, start_new_session=True, env=variables
+    )
+    grandchild = int(child.stdout.readline())
+    yield child.pid, grandchild
+    os.killpg(child.pid, 9)
+    child.wait()
+    child.stdout.close()
+
+
+def test_descendants(family):
+    assert set(family) <= {process.pid for process in descendants(os.getpid())}
+    assert [process.pid for process in descendants(family[0])] == [family[1]]
+    assert descendants(family[1]) == []
+
+
+def test_descendants_of_what_is_excepted_are_left_out(family):
+    child = next(process for process in descendants(os.getpid()) if process.pid == family[0])
+    left = {process.pid for process in descendants(os.getpid(), except_below=frozenset({child}))}
+    assert not left & set(family)
+
+
+def test_marks_are_inherited(family):
+    assert set(carrying("AUTOTUNE_TEST_MARK", "here")) == set(family)
+    assert carrying("AUTOTUNE_TEST_MARK", "her") == []
+
+
+def test_open_files_near_the_limit(family):
+    assert exhausted_files_limit(family[1]) is None
+    used = len(os.listdir(f"/proc/{family[1]}/fd"))
+    hard = resource.prlimit(family[1], resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(family[1], resource.RLIMIT_NOFILE, (used + 2, hard))
+    assert exhausted_files_limit(family[1]) == used + 2
+    assert exhausted_files_limit(2**22 + 1) is None

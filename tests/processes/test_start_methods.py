@@ -1,0 +1,93 @@
+"""Which trials can be forked, and what happens where they cannot."""
+
+import os
+
+import psutil
+import pytest
+
+from autotune.processes.pool import TrialPool
+from autotune.workload import WorkloadError
+
+ENTRY = "trial_behaviours:answer"
+
+PARALLEL_AT_IMPORT = """
+import torch
+from trial_behaviours import data_fn, model_fn
+torch._C.set_num_threads(2)  # not torch.set_num_threads, which is only taken down
+torch.ones(1 << 22).sum()
+"""
+
+SILENT_WHEN_FORKED = """
+import os
+import time
+import torch
+from trial_behaviours import data_fn
+IMPORTED_BY = os.getpid()
+
+def model_fn():
+    while os.getpid() != IMPORTED_BY:
+        time.sleep(0.1)
+    return torch.nn.Linear(4, 1)
+"""
+
+
+def start_method_of(answer):
+    assert answer.failure is None, answer.failure
+    return answer.soak.findings[3]
+
+
+def test_parallel_operation_at_import(file_workload, request_for, tmp_path):
+    heard = []
+    workload = file_workload(PARALLEL_AT_IMPORT)
+    with TrialPool(workload, tmp_path, entry=ENTRY, on_note=heard.append, silence_seconds=2.0) as pool:
+        assert start_method_of(pool.run(request_for("look_around"))) == "fresh"
+        broken = pool.run(request_for("leave_children_and_hang", measure_seconds=1.0))
+        assert broken.failure.kind == "timeout"
+        assert {process.pid for process in psutil.Process().children(recursive=True)} == {
+            server.pid for server in pool._servers.values()
+        }
+    assert heard == pool.notes
+    assert len(heard) == 1
+    assert "an interpreter of its own" in heard[0]
+
+
+def test_first_trial_silent(file_workload, request_for, tmp_path):
+    request = request_for("look_around")
+    request = request.model_copy(update={"timeouts": request.timeouts.model_copy(update={"build_seconds": 8.0})})
+    with TrialPool(file_workload(SILENT_WHEN_FORKED), tmp_path, entry=ENTRY) as pool:
+        assert pool.notes == []
+        assert start_method_of(pool.run(request)) == "fresh"
+        assert len(pool.notes) == 1
+
+
+def test_one_server_for_each_environment(behaving_workload, request_for, tmp_path, monkeypatch):
+    environments = iter([{}, {"LD_BIND_NOW": "1"}, {}])
+    monkeypatch.setattr("autotune.processes.pool.environment_of", lambda config: next(environments))
+    with TrialPool(behaving_workload, tmp_path, entry=ENTRY) as pool:
+        for _ in range(3):
+            assert start_method_of(pool.run(request_for("look_around"))) == "fork"
+        assert len(pool._servers) == 2
+        (other,) = (server for key, server in pool._servers.items() if key)
+        assert psutil.Process(other.pid).environ()["LD_BIND_NOW"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "detail"),
+    [
+        ("import nowhere_to_be_found\n", "ModuleNotFoundError: No module named 'nowhere_to_be_found'", "train.py"),
+        ("def model_fn(:\n", "SyntaxError", "def model_fn(:"),
+        ("raise SystemExit(2)\n", "SystemExit: 2", "train.py"),
+        ("def model_fn(): pass\n", "does not define data_fn", ""),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "ended the process with signal SIGSEGV", ""),
+        ("import os\nos._exit(0)\n", "ended the process with status 0", ""),
+    ],
+)
+def test_import_failures(file_workload, tmp_path, source, message, detail):
+    pool = TrialPool(file_workload(source), tmp_path, entry=ENTRY)
+    with pytest.raises(WorkloadError) as caught:
+        pool.start()
+    assert message in str(caught.value)
+    assert detail in caught.value.detail
+    assert os.path.join("autotune", "") not in caught.value.detail
+    assert "importlib" not in caught.value.detail
+    assert psutil.Process().children() == []
