@@ -1,0 +1,11 @@
+"""The whole record as JSON: what `autotune.load` reads back."""
+
+from __future__ import annotations
+
+from autotune.config import TrainingConfig
+from autotune.records import Recommendation
+
+
+def export(recommendation: Recommendation, config: TrainingConfig | None = None) -> str:
+    """The recommendation as JSON text. It holds every answer, so `config` picks nothing out of it."""
+    return recommendation.model_dump_json(indent=2) + "\n"

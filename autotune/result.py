@@ -1,0 +1,154 @@
+"""`TuningResult`: what a search returns. Printed, saved, loaded, and built into a `Training`."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from autotune.config import TrainingConfig
+from autotune.errors import UserError
+from autotune.knobs.registry import KNOBS
+from autotune.records import SCHEMA_VERSION, Answer, Ratio, Recommendation
+from autotune.workload import UserFunctions
+
+if TYPE_CHECKING:
+    from autotune.training.training import Training
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """A recommendation with what a person does with it."""
+
+    recommendation: Recommendation
+
+    @property
+    def config(self) -> TrainingConfig:
+        """Every knob with its recommended value, those at the baseline too."""
+        return self.best.config
+
+    @property
+    def baseline(self) -> Answer:
+        """The user's program as it stands, with its evidence."""
+        return self.recommendation.baseline
+
+    @property
+    def best(self) -> Answer:
+        """What is recommended, with its evidence and its price; the baseline itself where `keep` is true."""
+        return self.recommendation.best
+
+    @property
+    def speedup(self) -> Ratio:
+        """How many times faster than the baseline, with its 95 % interval."""
+        return self.best.speedup
+
+    @property
+    def free_batch(self) -> Answer | None:
+        """The second answer, with the batch free; None where there is none."""
+        return self.recommendation.free_batch
+
+    @property
+    def keep(self) -> bool:
+        """True: nothing measured is better than what the user has."""
+        return self.recommendation.keep
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the recommendation as JSON, under a temporary name that is then renamed.
+
+        Whoever reads `path` meanwhile sees the old file or the new one. Raises OSError where that cannot be written.
+        """
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.recommendation.model_dump_json(indent=2) + "\n")
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def build(
+        self,
+        model_fn: Callable[[], Any],
+        data_fn: Callable[[], Any],
+        *,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        optimizer_fn: Callable[[Any], Any] | None = None,
+        scheduler_fn: Callable[[Any], Any] | None = None,
+        config: TrainingConfig | None = None,
+    ) -> Training:
+        """Model, optimizer, loader and step, set up by the code that was measured.
+
+        `config` is the recommended one unless given; `result.free_batch.config` is the other that was confirmed.
+        Raises ValueError where a function that was measured is left out, where the device is missing, and where an
+        environment variable must be set before torch is imported (the text has the line to export).
+        """
+        chosen = self.config if config is None else config
+        functions = UserFunctions(model_fn, data_fn, loss_fn, optimizer_fn, scheduler_fn)
+        self._refuse_missing_functions(functions)
+        _refuse_missing_environment(chosen)
+        import torch
+
+        from autotune.training.training import Training
+
+        conditions = self.recommendation.settings.conditions
+        if conditions.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("the result was measured on a GPU (device cuda), and torch finds none here")
+        return Training(functions, chosen, conditions, blocks=self.recommendation.workload.blocks)
+
+    def _refuse_missing_functions(self, functions: UserFunctions) -> None:
+        """Training without the user's own loss or optimizer would be another training than the measured one."""
+        for role in self.recommendation.reference.names:
+            if getattr(functions, role) is None:
+                raise UserError(f"the search ran with {role}; give it to build too: build(..., {role}={role})")
+
+    def __str__(self) -> str:
+        from autotune.report.text import describe
+
+        return describe(self.recommendation)
+
+
+def _refuse_missing_environment(config: TrainingConfig) -> None:
+    needed: dict[str, str] = {}
+    for knob in KNOBS:
+        needed.update(knob.environment(config[knob.name]))
+    lines = [f"export {name}={value}" for name, value in needed.items() if os.environ.get(name) != value]
+    if lines:
+        raise UserError(
+            "this configuration was measured with environment variables that must be set before torch is imported; "
+            "start Python after\n    " + "\n    ".join(lines)
+        )
+
+
+def load(path: str | os.PathLike[str]) -> TuningResult:
+    """What `save` wrote, or the `best.json` of a study. Reads data only: nothing in the file is ever run.
+
+    Raises ValueError for no such file, for what is no JSON, for another record and for another schema version.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not {"schema_version", "verdict", "best"} <= content.keys():
+        raise UserError(f"{path} is not a recommendation; give the best.json of a study, or what save() wrote")
+    version = content["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"{path} has schema version {version}, and this autotune reads version {SCHEMA_VERSION}; "
+            f"use autotune {content.get('autotune_version', 'of that version')}, which wrote it, or search again"
+        )
+    try:
+        return TuningResult(Recommendation.model_validate_json(json.dumps(content)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the record"
+        raise UserError(f"{path} is not a whole recommendation: {place}: {first['msg']}") from None

@@ -1,0 +1,254 @@
+"""The exported script trains exactly as `Training` does, without autotune."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.config import TrainingConfig, Value
+from autotune.export.python import export
+from autotune.knobs.registry import KNOBS
+from autotune.measurement.facts import read_facts
+from autotune.records import Conditions, Recommendation, SearchFacts, TrialRequest, WorkloadReference
+from autotune.training.training import Training
+from autotune.workload import load_functions, workload_from_target
+from tests.report import sample_records
+
+PROGRAMS = Path(__file__).parent / "programs"
+STEPS = 6
+"""More than one pass over each program's data, so that partial windows and their weights are in it."""
+
+DRIVER = """
+import importlib.util, json, sys
+import torch
+losses = []
+for path in sys.argv[1:]:
+    spec = importlib.util.spec_from_file_location("script", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    torch.manual_seed(7)
+    losses.append([float(loss) for _, loss in zip(range(STEPS), script.train())])
+assert not [name for name in sys.modules if name.split(".")[0] == "autotune"]
+print(json.dumps(losses))
+""".replace("STEPS", str(STEPS))
+
+
+def recommendation_for(program: Path, conditions: Conditions) -> tuple[Recommendation, SearchFacts]:
+    """A recommendation whose facts are those that a child would have read of the program."""
+    workload = workload_from_target(str(program))
+    request = TrialRequest(kind="facts", config=TrainingConfig({}), conditions=conditions)
+    facts = read_facts(load_functions(workload), request, lambda phase: None)
+    machine = sample_records.machine(gpus=())
+    search_facts = SearchFacts(
+        machine=machine,
+        workload=facts,
+        device="cpu",
+        global_batch_size=conditions.global_batch_size,
+        largest_batch_size=64,
+    )
+    config = TrainingConfig({knob.name: knob.baseline(search_facts) for knob in KNOBS})
+    sample = sample_records.recommendation()
+    recommendation = sample.model_copy(
+        update={
+            "machine": machine,
+            "workload": facts,
+            "reference": workload.reference(),
+            "settings": sample.settings.model_copy(update={"conditions": conditions}),
+            "baseline": sample.baseline.model_copy(update={"config": config}),
+            "best": sample.best.model_copy(update={"config": config}),
+        }
+    )
+    return recommendation, search_facts
+
+
+def losses_of_training(program: Path, recommendation: Recommendation, config: TrainingConfig) -> list[float]:
+    functions = load_functions(workload_from_target(str(program)))
+    torch.manual_seed(7)
+    training = Training(functions, config, recommendation.settings.conditions, blocks=recommendation.workload.blocks)
+    losses: list[float] = []
+    while len(losses) < STEPS:
+        losses += [float(training.step(window)) for window, _ in zip(training.loader, range(STEPS - len(losses)))]  # noqa: B905
+    return losses
+
+
+def losses_of_scripts(scripts: list[str], folder: Path) -> list[list[float]]:
+    paths = []
+    for number, script in enumerate(scripts):
+        path = folder / f"script_{number}.py"
+        path.write_text(script)
+        paths.append(str(path))
+    ran = subprocess.run(
+        [sys.executable, "-c", DRIVER, *paths], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    losses: list[list[float]] = json.loads(ran.stdout.splitlines()[-1])
+    return losses
+
+
+CASES: list[tuple[str, dict[str, Any], list[dict[str, Value]]]] = [
+    (
+        "held",
+        {"global_batch_size": 8, "clip_grad_norm": 0.5},
+        [
+            {},
+            {"batch_size": 4},
+            {"batch_size": 2, "activation_checkpointing": "all", "num_workers": 2},
+            {"precision": "bf16", "optimizer_impl": "fused", "activation_checkpointing": "alternate"},
+        ],
+    ),
+    (
+        "weighted",
+        {"global_batch_size": 4, "clip_grad_norm": 0.1},
+        [{}, {"batch_size": 2}, {"optimizer_impl": "foreach"}],
+    ),
+    ("bare", {"global_batch_size": None}, [{}, {"batch_size": 8, "num_workers": 1}]),
+    ("bare", {"global_batch_size": 32}, [{"batch_size": 16, "compile_mode": "default", "compile_scope": "step"}]),
+    ("streamed", {"global_batch_size": 8}, [{}, {"num_workers": 1, "optimizer_impl": "fused"}]),
+    ("sampled", {"global_batch_size": 6}, [{}, {"num_workers": 1}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "conditions", "changes"), CASES, ids=[f"{c[0]}-{c[1]['global_batch_size']}" for c in CASES]
+)
+def test_the_script_gives_the_losses_of_training(
+    name: str, conditions: dict[str, Any], changes: list[dict[str, Value]], tmp_path: Path
+) -> None:
+    program = PROGRAMS / f"{name}.py"
+    recommendation, _ = recommendation_for(program, Conditions(device="cpu", **conditions))
+    configs = [recommendation.best.config.replace(change) for change in changes]
+    expected = [losses_of_training(program, recommendation, config) for config in configs]
+    assert losses_of_scripts([export(recommendation, config) for config in configs], tmp_path) == expected
+
+
+def test_a_script_for_a_gpu_moves_batches_of_any_nesting() -> None:
+    """Written for cuda and loaded without running it; the meta device stands for the GPU that is not here."""
+    recommendation, config = gpu_recommendation()
+    script: dict[str, Any] = {}
+    exec(export(recommendation, config), script)
+    Pair = namedtuple("Pair", ["first", "second"])
+
+    @dataclass
+    class Item:
+        values: torch.Tensor
+        name: str
+
+    batch = {"pair": Pair(torch.ones(2), [torch.ones(3)]), "item": Item(torch.ones(1), "one"), "text": "kept"}
+    moved = script["to_device"](batch, torch.device("meta"), non_blocking=True)
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].first.is_meta
+    assert moved["pair"].second[0].is_meta
+    assert (moved["item"].values.is_meta, moved["item"].name, moved["text"]) == (True, "one", "kept")
+
+
+def test_a_script_for_a_gpu_has_every_part_of_the_step_in_order() -> None:
+    recommendation, config = gpu_recommendation()
+    script = export(recommendation, config)
+    ast.parse(script)
+    in_order = [
+        'device = torch.device("cuda")',
+        "model = model_fn().to(device)",
+        "optimizer = torch.optim.AdamW(model.parameters())",
+        "scaler = torch.amp.GradScaler(device.type)",
+        "torch.compile(compute_loss",
+        "loader = DataLoader(",
+        "batch = to_device(batch, device, non_blocking=True)",
+        "cudagraph_mark_step_begin()",
+        "with torch.autocast(device.type, dtype=torch.float16):",
+        "scaler.scale(loss).backward()",
+        "scaler.unscale_(optimizer)",
+        "clip_grad_norm_(parameters, 1.0)",
+        "scaler.step(optimizer)",
+        "optimizer.zero_grad(set_to_none=True)",
+    ]
+    places = [script.find(piece) for piece in in_order]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def gpu_recommendation() -> tuple[Recommendation, TrainingConfig]:
+    conditions = Conditions(device="cuda", global_batch_size=32, clip_grad_norm=1.0)
+    sample = sample_records.recommendation()
+    reference = WorkloadReference(
+        form="module",
+        location="json",
+        names={"model_fn": "json:dumps", "data_fn": "json:JSONDecoder.decode"},
+        source_hash="",
+    )
+    changes = {
+        "settings": sample.settings.model_copy(update={"conditions": conditions}),
+        "reference": reference,
+        "workload": sample.workload.model_copy(update={"has_scheduler": False, "loss_weighted": False}),
+    }
+    config = TrainingConfig(
+        {
+            "batch_size": 32,
+            "num_workers": 4,
+            "pin_memory": True,
+            "precision": "fp16",
+            "optimizer_impl": "fused",
+            "activation_checkpointing": "as_is",
+            "compile_scope": "step",
+            "compile_mode": "reduce-overhead",
+        }
+    )
+    return sample.model_copy(update=changes), config
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        (
+            WorkloadReference(form="file", location="/a/train.py", names={"model_fn": "model_fn"}, source_hash=""),
+            ["sys.path.insert(0, '/a')", "from train import model_fn"],
+        ),
+        (
+            WorkloadReference(
+                form="module", location="lib.nets", names={"model_fn": "lib.nets:Net.make"}, source_hash=""
+            ),
+            ["from lib.nets import Net", "model_fn = Net.make"],
+        ),
+        (
+            WorkloadReference(form="module", location="lib.nets", names={"data_fn": "lib.data:load"}, source_hash=""),
+            ["from lib.data import load as data_fn"],
+        ),
+        (
+            WorkloadReference(form="value", location="notebook", names={"model_fn": "make"}, source_hash=""),
+            ["# PASTE HERE the definitions of model_fn."],
+        ),
+    ],
+)
+def test_functions_come_from_where_the_search_found_them(reference: WorkloadReference, expected: list[str]) -> None:
+    recommendation, config = gpu_recommendation()
+    lines = export(recommendation.model_copy(update={"reference": reference}), config).splitlines()
+    assert [line for line in lines if line in expected] == expected
+
+
+def test_a_file_whose_name_cannot_be_imported_is_loaded_by_its_path(tmp_path: Path) -> None:
+    program = tmp_path / "my-program.py"
+    program.write_text((PROGRAMS / "bare.py").read_text())
+    recommendation, _ = recommendation_for(program, Conditions(device="cpu", global_batch_size=None))
+    expected = losses_of_training(program, recommendation, recommendation.best.config)
+    assert losses_of_scripts([export(recommendation)], tmp_path) == [expected]
+
+
+def test_a_guarded_script_is_imported_and_an_unguarded_one_is_not(tmp_path: Path) -> None:
+    """Importing a script that calls `fit` at its top level would start another search."""
+    script = tmp_path / "tune.py"
+    names = {"model_fn": "net"}
+    reference = WorkloadReference(form="value", location=str(script), names=names, source_hash="")
+    recommendation, config = gpu_recommendation()
+    recommendation = recommendation.model_copy(update={"reference": reference})
+    script.write_text("def net(): ...\n\nif __name__ == '__main__':\n    fit(net)\n")
+    assert "from tune import net as model_fn" in export(recommendation, config)
+    script.write_text("def net(): ...\n\nfit(net)\n")
+    assert "PASTE HERE" in export(recommendation, config)
