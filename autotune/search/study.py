@@ -57,16 +57,14 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
     """
     if not (directory / DATABASE_NAME).is_file():
         raise StudyError(f"there is no study in {directory}")
-    tables = StudyTables(directory)
-    try:
+    with ExitStack() as resources:
+        tables = StudyTables(directory)
+        resources.callback(tables.close)
         name = tables.state("", "last_opened")
         if name is None:
             raise StudyError(f"the study in {directory} was never used")
-        with _storage(directory) as storage, _quiet_optuna():
-            study = optuna.load_study(study_name=name, storage=storage)
-            return _read_trials(study, tables, name, directory), _read_probes(tables, name, directory)
-    finally:
-        tables.close()
+        study = optuna.load_study(study_name=name, storage=_open_storage(directory, resources))
+        return _read_trials(study, tables, name, directory), _read_probes(tables, name, directory)
 
 
 class Study:
@@ -96,7 +94,7 @@ class Study:
         self._tables = tables
         self._resources = resources
         self._running: dict[int, optuna.Trial] = {}
-        self._study = _create_or_load(resources.enter_context(_storage(directory)), name)
+        self._study = _create_or_load(_open_storage(directory, resources), name)
         self._study.set_user_attr("machine_identity", machine_identity)
         self._study.set_user_attr("objective", objective)
         tables.set_state(name, "machine_identity", machine_identity)
@@ -372,9 +370,8 @@ def _violated_constraint(trial: Trial) -> str | None:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _storage(directory: Path) -> Iterator[optuna.storages.RDBStorage]:
-    """The file as Optuna uses it; no connection stays open afterwards."""
+def _open_storage(directory: Path, resources: ExitStack) -> optuna.storages.RDBStorage:
+    """The file as Optuna uses it; no connection stays open when `resources` is closed."""
     try:
         storage = optuna.storages.RDBStorage(
             f"sqlite:///{directory / DATABASE_NAME}", engine_kwargs={"connect_args": {"timeout": BUSY_TIMEOUT_SECONDS}}
@@ -384,11 +381,9 @@ def _storage(directory: Path) -> Iterator[optuna.storages.RDBStorage]:
             f"{directory / DATABASE_NAME} cannot be used as a study ({error}); choose another --study, or pass --fresh "
             "to start over"
         ) from None
-    try:
-        yield storage
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
+    resources.callback(storage.engine.dispose)
+    resources.callback(storage.remove_session)
+    return storage
 
 
 def _create_or_load(storage: optuna.storages.RDBStorage, name: str) -> optuna.Study:

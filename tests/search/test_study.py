@@ -1,0 +1,494 @@
+"""A study keeps what ran, whatever happens to the search, and proposes what is worth running."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from autotune.config import TrainingConfig
+from autotune.records import Conditions, Failure, FailureKind, LoaderProbe, Probe, Trial, TrialAnswer, WorkloadReference
+from autotune.search.study import Study, stored_records, workload_identity
+from autotune.search.tables import StudyError
+from autotune.space import SearchSpace, build_space
+from tests.report.sample_records import measurement, parity, search_facts, workload
+
+MACHINE = "0123456789ab"
+FACTS = search_facts(largest_batch_size=128)
+CONDITIONS = Conditions(device="cuda", global_batch_size=32)
+
+
+def quick_space(**arguments: Any) -> SearchSpace:
+    return build_space(FACTS, preset="quick", **arguments)
+
+
+def opened(directory: Path, **changes: Any) -> Study:
+    arguments: dict[str, Any] = {
+        "workload": "aaaabbbbcccc", "space": quick_space(), "conditions": CONDITIONS, "objective": "throughput",
+        "machine_identity": MACHINE, "seed": 0,
+    }  # fmt: skip
+    return Study.open(directory, **{**arguments, **changes})
+
+
+@pytest.fixture(scope="module")
+def empty_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once, since Optuna takes half a second for a new file."""
+    made = tmp_path_factory.mktemp("empty")
+    opened(made).close()
+    return made
+
+
+@pytest.fixture
+def directory(empty_study: Path, tmp_path: Path) -> Path:
+    """Of a study in which nothing ran yet."""
+    shutil.copy(empty_study / "study.db", tmp_path)
+    return tmp_path
+
+
+def trial(config: TrainingConfig, number: int = 0, *, rate: float | None = None, kind: FailureKind | None = None) -> Trial:
+    return Trial(
+        number=number,
+        stage="explore",
+        config=config,
+        measurement=None if rate is None else measurement(samples_per_second=rate),
+        failure=None if kind is None else Failure(kind=kind, phase="measure", message="it failed"),
+        started_at=1.8e9,
+        seconds=2.0,
+        machine_identity=MACHINE,
+    )
+
+
+def probe(config: TrainingConfig) -> Probe:
+    seen = LoaderProbe(num_workers=2, micro_batch_size=32, samples_per_second=10.0, blocks=measurement().blocks)
+    return Probe(
+        kind="loader", config=config, answer=TrialAnswer(loader=seen), started_at=1.8e9, machine_identity=MACHINE
+    )
+
+
+def as_optuna_sees_it(study: Study, directory: Path) -> optuna.Study:
+    return optuna.load_study(study_name=study.name, storage=f"sqlite:///{directory / 'study.db'}")
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_every_trial_is_told_to_optuna_with_its_full_record(directory: Path) -> None:
+    base = quick_space().baseline
+    outcomes: list[tuple[TrainingConfig, float | None, FailureKind | None, TrialState, dict[str, float]]] = [
+        (base, 100.0, None, TrialState.COMPLETE, {}),
+        (base.replace({"batch_size": 128}), None, "device_oom", TrialState.PRUNED, {"memory": 1.0}),
+        (base.replace({"batch_size": 37}), None, "host_oom", TrialState.PRUNED, {"memory": 1.0}),
+        (base.replace({"precision": "fp16"}), 150.0, "numerics", TrialState.PRUNED, {"numerics": 1.0}),
+        (base.replace({"num_workers": 0}), None, "crash", TrialState.FAIL, {}),
+    ]
+    with opened(directory) as study:
+        kept = [study.record(trial(config, rate=rate, kind=kind)) for config, rate, kind, _, _ in outcomes]
+        assert [one.number for one in kept] == [0, 1, 2, 3, 4]
+        assert study.trials() == kept
+        seen = as_optuna_sees_it(study, directory)
+    for frozen, (config, rate, _, state, constraints) in zip(seen.trials, outcomes, strict=True):
+        assert frozen.params == dict(config)
+        assert frozen.state == state
+        assert frozen.constraints == constraints
+        assert Trial.model_validate(frozen.user_attrs["record"]) == kept[frozen.number]
+        if state == TrialState.COMPLETE:
+            assert frozen.value == rate
+    assert seen.best_trial.number == 0
+
+
+def test_trials_probes_and_state_survive(directory: Path) -> None:
+    base = quick_space().baseline
+    with opened(directory) as study:
+        first = study.record(trial(base, rate=100.0))
+        study.add_probe(probe(base))
+        study.add_probe(probe(base.replace({"num_workers": 0})))
+        study.set_state("facts", {"blocks": [1, 2]})
+        study.set_state("facts", {"blocks": [1, 2, 3]})
+    with opened(directory) as study:
+        assert study.trials() == [first]
+        assert study.probes() == [probe(base), probe(base.replace({"num_workers": 0}))]
+        assert study.get_state("facts") == {"blocks": [1, 2, 3]}
+        assert study.get_state("nothing") is None
+        assert study.interrupted == []
+        assert study.record(trial(base, rate=101.0)).number == 1
+
+
+def test_a_repeat_is_a_trial_of_its_own(directory: Path) -> None:
+    base = quick_space().baseline
+    with opened(directory) as study:
+        for number in range(3):
+            repeat = trial(base, rate=100.0 + number).model_copy(update={"stage": "confirm", "round": number})
+            study.record(repeat)
+        assert [(one.round, one.stage) for one in study.trials()] == [(0, "confirm"), (1, "confirm"), (2, "confirm")]
+
+
+def test_numbers_that_json_lacks_survive(directory: Path) -> None:
+    config = quick_space().baseline
+    odd = trial(config).model_copy(
+        update={
+            "measurement": measurement(losses=(math.nan, math.inf)),
+            "parity": parity(relative_error=math.inf, passed=False),
+            "failure": Failure(kind="numerics", phase="parity", message="not a number"),
+        }
+    )
+    with opened(directory) as study:
+        study.record(odd)
+    with opened(directory) as study:
+        (kept,) = study.trials()
+    assert kept.measurement is not None and math.isnan(kept.measurement.losses[0])
+    assert kept.parity is not None and kept.parity.relative_error == math.inf
+
+
+def test_a_trial_that_turns_out_wrong_is_replaced(directory: Path) -> None:
+    config = quick_space().baseline.replace({"precision": "fp16"})
+    with opened(directory) as study:
+        kept = study.record(trial(config, rate=500.0))
+        wrong = kept.model_copy(update={"failure": Failure(kind="numerics", phase="parity", message="it differs")})
+        study.replace(wrong)
+        assert study.trials() == [wrong]
+    with opened(directory) as study:
+        assert study.trials() == [wrong]
+        assert as_optuna_sees_it(study, directory).trials[0].value == 500.0
+    assert stored_records(directory)[0] == [wrong]
+
+
+def test_the_memory_objective_is_minus_the_peak(directory: Path) -> None:
+    with opened(directory, objective="memory") as study:
+        study.record(trial(quick_space().baseline, rate=100.0))
+        assert as_optuna_sees_it(study, directory).trials[0].value == -measurement().memory.peak_allocated_bytes
+
+
+def test_records_can_be_shown_without_opening_the_study(directory: Path) -> None:
+    base = quick_space().baseline
+    with opened(directory) as study:
+        kept = study.record(trial(base, rate=100.0))
+        study.add_probe(probe(base))
+        assert stored_records(directory) == ([kept], [probe(base)])
+    with opened(directory, space=quick_space(only=("precision",))) as study:
+        assert stored_records(directory) == ([], [])
+    with pytest.raises(StudyError, match=r"there is no study in .*elsewhere"):
+        stored_records(directory / "elsewhere")
+    assert not (directory / "elsewhere").exists()
+
+
+def test_the_identity_of_a_workload_follows_its_source_and_what_was_seen_of_it() -> None:
+    reference = WorkloadReference(form="file", location="/a/train.py", names={}, source_hash="aaaabbbbcccc")
+    moved = reference.model_copy(update={"location": "/b/train.py"})
+    edited = reference.model_copy(update={"source_hash": "ddddeeeeffff"})
+    identity = workload_identity(reference, workload())
+    assert identity == workload_identity(moved, workload())
+    assert identity != workload_identity(edited, workload())
+    assert identity != workload_identity(reference, workload(fingerprint="112233445566"))
+
+
+def test_a_trial_of_another_version_is_refused_with_the_field(directory: Path) -> None:
+    with opened(directory) as study:
+        number = study.record(trial(quick_space().baseline, rate=100.0)).number
+        study._tables.replace_record(study.name, number, {"number": number, "colour": "red"})
+    with pytest.raises(StudyError, match=r"holds a study of another version of autotune \(it differs in \w+\)"):
+        opened(directory)
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+KILLED_SEARCH = """
+import os, signal, sys
+from pathlib import Path
+from tests.search.test_study import opened, quick_space, trial
+import autotune.search.study as module
+
+study = opened(Path(sys.argv[1]))
+base = quick_space().baseline
+study.record(trial(base, rate=100.0))
+where = sys.argv[2]
+if where == "enqueued":
+    module.optuna.Study.ask = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+number = study.begin(base.replace({"num_workers": 0}))
+if where == "recorded":
+    study._tell = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    study.finish(trial(base.replace({"num_workers": 0}), number, kind="device_oom"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("where", ["enqueued", "running", "recorded"])
+def test_a_killed_search_goes_on_where_it_was(directory: Path, where: str) -> None:
+    command = [sys.executable, "-c", KILLED_SEARCH, str(directory), where]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    running = quick_space().baseline.replace({"num_workers": 0})
+    with opened(directory) as study:
+        if where == "recorded":
+            assert study.interrupted == []
+            assert [one.config for one in study.trials()] == [study.trials()[0].config, running]
+            assert as_optuna_sees_it(study, directory).trials[1].state == TrialState.PRUNED
+        else:
+            assert study.interrupted == [running]
+            assert len(study.trials()) == 1
+            assert as_optuna_sees_it(study, directory).trials[1].state == TrialState.FAIL
+            assert study.record(trial(running, rate=90.0)).number == 2
+    with opened(directory) as study:
+        assert study.interrupted == []
+
+
+def test_an_interrupt_before_optuna_was_asked_mixes_nothing_up(directory: Path) -> None:
+    base = quick_space().baseline
+    with opened(directory) as study:
+        study._study.enqueue_trial(dict(base), user_attrs={"config_key": base.key})
+        kept = study.record(trial(base.replace({"num_workers": 0}), rate=100.0))
+        assert as_optuna_sees_it(study, directory).trials[kept.number].params["num_workers"] == 0
+
+
+# --- directories that cannot be used ----------------------------------------------------------------------------------
+
+
+def test_another_workload_is_refused_until_fresh(directory: Path) -> None:
+    with opened(directory) as study:
+        study.record(trial(quick_space().baseline, rate=100.0))
+    with pytest.raises(StudyError, match=r"holds a study of another workload; choose another --study, or pass --fresh"):
+        opened(directory, workload="ddddeeeeffff")
+    with opened(directory, workload="ddddeeeeffff", fresh=True) as study:
+        assert study.trials() == []
+    assert sqlite3.connect(directory / "study.db.old").execute("SELECT count(*) FROM trials").fetchone() == (1,)
+
+
+def test_another_machine_is_refused_in_whatever_space(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    with pytest.raises(StudyError, match="holds a study made on another machine"):
+        opened(tmp_path, machine_identity="ffffffffffff", space=quick_space(only=("precision",)))
+
+
+def test_another_space_or_other_conditions_are_another_study_in_the_same_file(directory: Path) -> None:
+    with opened(directory) as study:
+        study.record(trial(quick_space().baseline, rate=100.0))
+        study.add_probe(probe(quick_space().baseline))
+        study.set_state("facts", 1)
+    changes: list[dict[str, Any]] = [
+        {"space": quick_space(only=("precision",))},
+        {"conditions": CONDITIONS.model_copy(update={"memory_limit_bytes": 2**30})},
+        {"objective": "memory"},
+    ]
+    for change in changes:
+        with opened(directory, **change) as study:
+            assert (study.trials(), study.probes(), study.get_state("facts")) == ([], [], None)
+    with opened(directory, seed=5) as study:
+        assert len(study.trials()) == 1
+
+
+def test_two_searches_do_not_share_a_directory(tmp_path: Path) -> None:
+    with (
+        opened(tmp_path),
+        pytest.raises(StudyError, match=rf"another search \(process {os.getpid()}\) is using .*; wait for it, or choose"),
+    ):
+        opened(tmp_path)
+    opened(tmp_path).close()
+
+
+def test_a_failed_open_leaves_the_directory_free(directory: Path) -> None:
+    opened(directory).close()
+    for _ in range(2):
+        with pytest.raises(StudyError, match="another workload"):
+            opened(directory, workload="ddddeeeeffff")
+    opened(directory).close()
+
+
+def _is_a_file(path: Path) -> Path:
+    path.write_text("x")
+    return path
+
+
+def _lies_below_a_file(path: Path) -> Path:
+    path.write_text("x")
+    return path / "study"
+
+
+@pytest.mark.parametrize("make", [_is_a_file, _lies_below_a_file])
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    with pytest.raises(StudyError, match="cannot keep a study in .*; choose another directory with --study"):
+        opened(make(tmp_path / "taken"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StudyError, match="cannot keep a study in .*: Permission denied"):
+        opened(tmp_path)
+
+
+def test_a_broken_file_is_told_and_set_aside_by_fresh(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_bytes(b"not a database at all, and long enough to be looked at" * 40)
+    with pytest.raises(StudyError, match=r"study\.db cannot be used as a study \(file is not a database\)"):
+        opened(tmp_path)
+    opened(tmp_path, fresh=True).close()
+    assert (tmp_path / "study.db.old").exists()
+
+
+def test_a_torn_file_is_told(directory: Path) -> None:
+    with opened(directory) as study:
+        study.record(trial(quick_space().baseline, rate=100.0))
+    content = (directory / "study.db").read_bytes()
+    (directory / "study.db").write_bytes(content[: len(content) // 2])
+    with pytest.raises(StudyError, match=r"study\.db cannot be used as a study"):
+        opened(directory)
+
+
+def test_files_of_others_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "study.db") as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+    with pytest.raises(StudyError, match="it is a database of something else"):
+        opened(tmp_path)
+    names = sqlite3.connect(tmp_path / "study.db").execute("SELECT name FROM sqlite_master").fetchall()
+    assert names == [("recipes",)]
+
+
+def test_an_optuna_study_of_the_user_is_refused(tmp_path: Path) -> None:
+    optuna.create_study(study_name="learning rate", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    with pytest.raises(StudyError, match=r"holds a study of another program \(learning rate\)"):
+        opened(tmp_path)
+
+
+# --- proposals --------------------------------------------------------------------------------------------------------
+
+
+def invented_rate(config: TrainingConfig) -> float:
+    """Large batches, bf16 and fused steps are fast, and two workers are best."""
+    precision = {"as_is": 1.0, "tf32": 2.0, "bf16": 4.0, "fp16": 3.5}[str(config["precision"])]
+    batch = int(config["batch_size"]) / (8 + int(config["batch_size"]))
+    implementation = 1.2 if config["optimizer_impl"] == "fused" else 1.0
+    return 100 * precision * batch * implementation / (1 + 0.1 * abs(int(config["num_workers"]) - 2))
+
+
+def explore(study: Study, space: SearchSpace, count: int) -> float:
+    best = 0.0
+    for _ in range(count):
+        config = study.propose()
+        best = max(best, invented_rate(config))
+        study.record(trial(config, rate=invented_rate(config)))
+    return best
+
+
+def test_proposals_are_points_of_the_space_and_none_comes_twice(directory: Path) -> None:
+    space = quick_space()
+    with opened(directory) as study:
+        study.record(trial(space.baseline, rate=invented_rate(space.baseline)))
+        seen = {space.baseline}
+        for _ in range(40):
+            config = study.propose()
+            assert all(config[name] in values for name, values in space.choices.items())
+            assert config not in seen
+            seen.add(config)
+            study.record(trial(config, rate=invented_rate(config)))
+
+
+def test_the_sampler_learns(tmp_path: Path) -> None:
+    space = quick_space()
+    dice = random.Random(0)
+    guessed: list[float] = []
+    learned: list[float] = []
+    for seed in range(2):
+        with opened(tmp_path / str(seed), seed=seed) as study:
+            explore(study, space, 20)
+            for _ in range(30):
+                learned.append(invented_rate(study.propose()))
+        for _ in range(200):
+            point = {name: dice.choice(values) for name, values in space.choices.items()}
+            guessed.append(invented_rate(TrainingConfig(point)))
+    assert sum(learned) / len(learned) > 1.3 * sum(guessed) / len(guessed)
+
+
+def test_refused_points_are_avoided_and_leave_nothing_on_disk(directory: Path) -> None:
+    with opened(directory) as study:
+        explore(study, quick_space(), 12)
+        refused = set()
+        for _ in range(20):
+            config = study.propose()
+            assert config not in refused
+            refused.add(config)
+            study.reject("it does not fit")
+        assert len(as_optuna_sees_it(study, directory).trials) == 12
+        assert study.propose() not in refused
+
+
+def test_what_runs_out_of_memory_is_kept_away_from(directory: Path) -> None:
+    failures = 0
+    with opened(directory) as study:
+        for number in range(30):
+            config = study.propose()
+            too_large = int(config["batch_size"]) > 16
+            failures += too_large and number >= 15
+            study.record(trial(config, kind="device_oom") if too_large else trial(config, rate=invented_rate(config)))
+    offered = quick_space().batch_sizes
+    blind = sum(size > 16 for size in offered) / len(offered)
+    assert failures < 0.7 * blind * 15
+
+
+def test_a_space_that_is_used_up_repeats_itself(directory: Path) -> None:
+    space = quick_space(only=("precision",))
+    with opened(directory, space=space) as study:
+        for _ in space.choices["precision"]:
+            config = study.propose()
+            study.record(trial(config, rate=100.0))
+        assert {one.config["precision"] for one in study.trials()} == set(space.choices["precision"])
+        assert study.propose() in {one.config for one in study.trials()}
+
+
+def test_fixed_values_are_kept_in_proposals_and_the_baseline_is_kept_beside_them(directory: Path) -> None:
+    space = quick_space(fixed={"batch_size": 16, "precision": "bf16"})
+    with opened(directory, space=space) as study:
+        study.record(trial(space.baseline, rate=100.0))
+        for _ in range(15):
+            config = study.propose()
+            assert (config["batch_size"], config["precision"]) == (16, "bf16")
+            study.record(trial(config, rate=120.0))
+        assert as_optuna_sees_it(study, directory).trials[0].params["precision"] == "as_is"
+
+
+def test_with_nothing_to_vary_the_start_is_proposed(directory: Path) -> None:
+    space = quick_space(fixed=dict(quick_space().baseline))
+    with opened(directory, space=space) as study:
+        assert study.propose() == space.start
+        study.record(trial(space.start, rate=100.0))
+
+
+def test_the_same_seed_proposes_the_same(tmp_path: Path) -> None:
+    proposals = []
+    for place in ("a", "b"):
+        with opened(tmp_path / place, seed=7) as study:
+            explore(study, quick_space(), 14)
+            proposals.append([one.config for one in study.trials()])
+    assert proposals[0] == proposals[1]
+
+
+# --- manners ----------------------------------------------------------------------------------------------------------
+
+
+def test_optuna_says_nothing_and_keeps_its_own_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    level = optuna.logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with opened(tmp_path) as study:
+            explore(study, quick_space(), 12)
+            study.propose()
+            study.reject("a conflict")
+        opened(tmp_path).close()
+    assert optuna.logging.get_verbosity() == level
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_study_imports_no_torch() -> None:
+    script = "import sys, autotune.search.study; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
