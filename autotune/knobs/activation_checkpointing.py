@@ -113,7 +113,7 @@ def _statistics_kept(norms: Sequence[Any]) -> Iterator[None]:
         norm.momentum = 0.0
     try:
         yield
-    finally:
+    finally:  # torch ends a recomputation by an exception once it has what it needs
         for norm, momentum, count in before:
             norm.momentum = momentum
             if count is not None:
@@ -142,10 +142,12 @@ def statistics_kept(norms):
     before = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0
-    yield
-    for norm, momentum, count in before:
-        norm.momentum = momentum
-        norm.num_batches_tracked.copy_(count)
+    try:
+        yield
+    finally:  # torch ends a recomputation by an exception once it has what it needs
+        for norm, momentum, count in before:
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(count)
 
 
 def recompute(block):

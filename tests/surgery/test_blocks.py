@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.surgery.blocks import NO_BLOCKS, Blocks, find_blocks
+from tests.surgery.models import MODELS, BasicBlock, Gpt, GptBlock, square_loss, tokens
+
+EXPECTED = {
+    "gpt": Blocks("GptBlock", ("h.0", "h.1", "h.2", "h.3")),
+    "bert": Blocks("BertLayer", ("encoder.layer.0", "encoder.layer.1", "encoder.layer.2")),
+    "vit": Blocks("VitBlock", ("blocks.0", "blocks.1", "blocks.2", "blocks.3")),
+    "resnet": Blocks("BasicBlock", tuple(f"layer{stage}.{index}" for stage in (1, 2, 3) for index in range(3))),
+    "unet": Blocks("DoubleConv", ("down1", "down2", "bottom", "merge2", "merge1")),
+}
+
+
+def found(model: nn.Module, batch: torch.Tensor) -> Blocks:
+    return find_blocks(model, lambda: square_loss(model, batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_well_known_shapes(name: str) -> None:
+    make_model, make_batch = MODELS[name]
+    assert found(make_model(), make_batch()) == EXPECTED[name]
+
+
+def test_watching_leaves_the_model_and_the_gradients_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, other = Gpt(), Gpt()
+    other.load_state_dict(model.state_dict())
+    found(model, tokens())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    square_loss(model, tokens()).backward()
+    square_loss(other, tokens()).backward()
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_a_container_around_the_blocks_is_no_block() -> None:
+    blocks = nn.Sequential(*[GptBlock(16) for _ in range(4)])
+    model = nn.Sequential(blocks, nn.Linear(16, 1))
+    assert found(model, torch.randn(2, 5, 16)).names == ("0.0", "0.1", "0.2", "0.3")
+
+
+def test_stages_of_blocks_are_too_coarse() -> None:
+    stages = [nn.Sequential(*[BasicBlock(4, 4, 1) for _ in range(4)]) for _ in range(2)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), *stages)
+    assert found(model, torch.randn(2, 3, 8, 8)).class_name == "BasicBlock"
+
+
+class Wrapper(nn.Module):
+    """Holds a block and adds nothing to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = GptBlock(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_of_classes_that_save_the_same_the_outer_one_is_taken() -> None:
+    model = nn.Sequential(Wrapper(), Wrapper())
+    assert found(model, torch.randn(2, 5, 16)) == Blocks("Wrapper", ("0", "1"))
+
+
+class Nested(nn.Module):
+    """A block inside a block of its own class."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.inner = Nested(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.sigmoid(self.mix(x)) * x)
+
+
+def test_a_block_inside_a_block_is_not_counted() -> None:
+    model = nn.Sequential(Nested(2), Nested(2))
+    assert found(model, torch.randn(2, 8)) == Blocks("Nested", ("0", "1"))
+
+
+class OneOfTwo(nn.Module):
+    """Only one of its blocks runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = GptBlock(16)
+        self.unused = GptBlock(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(2, 4)),
+        (OneOfTwo(), torch.randn(2, 5, 16)),
+        (nn.Sequential(GptBlock(16), nn.Linear(16, 1)), torch.randn(2, 5, 16)),
+    ],
+    ids=["leaves alone", "only one runs", "only one"],
+)
+def test_there_may_be_none(model: nn.Module, batch: torch.Tensor) -> None:
+    assert found(model, batch) == NO_BLOCKS
+
+
+class Heads(nn.Module):
+    """Two small heads behind a large trunk that repeats nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList([nn.Linear(16, 512), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(512, 4)])
+        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(4, 2), nn.Tanh()) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.trunk:
+            x = layer(x)
+        return self.heads[0](x) + self.heads[1](x)
+
+
+def test_a_repeated_detail_is_no_block() -> None:
+    assert found(Heads(), torch.randn(8, 16)) == NO_BLOCKS
+
+
+class Stubborn(nn.Module):
+    """One of its blocks raises in every forward, and the model goes on without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([GptBlock(16) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            try:
+                block(x[:, :, :3])
+            except RuntimeError:
+                x = block(x)
+        return x
+
+
+def test_a_forward_that_raises_does_not_confuse_the_count() -> None:
+    model: Any = Stubborn()
+    assert found(model, torch.randn(2, 5, 16)).names == ("blocks.0", "blocks.1", "blocks.2")
