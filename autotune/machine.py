@@ -208,7 +208,9 @@ def _read_gpus(nvml: Any, notes: list[str]) -> tuple[list[GpuFacts], str | None]
     module = _started(nvml)
     if module is None:
         if _visible_devices() != [] and Path("/dev/nvidiactl").exists():
-            notes.append("there is an NVIDIA device, and NVML does not answer: GPUs, clocks and other users are not seen")
+            notes.append(
+                "there is an NVIDIA device, and NVML does not answer: GPUs, clocks and other users are not seen"
+            )
         return [], None
     driver_version = _ask(module, "nvmlSystemGetDriverVersion")
     gpus = []

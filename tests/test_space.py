@@ -100,7 +100,10 @@ def test_a_value_that_this_machine_lacks_is_left_out(tmp_path: Path) -> None:
         ('[knobs]\nbatch_size = ["many"]\n', r"mine\.toml: batch_size takes a whole number, not 'many'"),
         ('[knobs]\nprecision = "bf16"\n', r"mine\.toml: precision must be \"all\" or a list of values, not 'bf16'"),
         ("[knobs]\nprecision = []\n", r"precision must be \"all\" or a list of values, not \[\]"),
-        ('title = "x"\n[knobs]\nprecision = "all"\n', r"mine\.toml has an unknown entry 'title'; known are summary and"),
+        (
+            'title = "x"\n[knobs]\nprecision = "all"\n',
+            r"mine\.toml has an unknown entry 'title'; known are summary and",
+        ),
         ('summary = "x"\n', r"mine\.toml needs a table \[knobs\]"),
         ("[knobs\n", r"mine\.toml is not valid TOML: .*line 1"),
     ],
@@ -225,9 +228,7 @@ def test_the_size_counts_all_points() -> None:
     built = space("quick", only=("precision", "optimizer_impl"))
     points = {
         TrainingConfig({**built.baseline, "precision": precision, "optimizer_impl": implementation})
-        for precision, implementation in itertools.product(
-            built.choices["precision"], built.choices["optimizer_impl"]
-        )
+        for precision, implementation in itertools.product(built.choices["precision"], built.choices["optimizer_impl"])
     }
     assert built.size == len(points)
 

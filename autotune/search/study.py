@@ -11,8 +11,10 @@ import hashlib
 import logging
 import math
 import random
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -372,10 +374,10 @@ def _violated_constraint(trial: Trial) -> str | None:
 
 def _open_storage(directory: Path, resources: ExitStack) -> optuna.storages.RDBStorage:
     """The file as Optuna uses it; no connection stays open when `resources` is closed."""
+    # Connected by hand, for a path may hold what means something in a URL.
+    connect = partial(sqlite3.connect, directory / DATABASE_NAME, timeout=BUSY_TIMEOUT_SECONDS)
     try:
-        storage = optuna.storages.RDBStorage(
-            f"sqlite:///{directory / DATABASE_NAME}", engine_kwargs={"connect_args": {"timeout": BUSY_TIMEOUT_SECONDS}}
-        )
+        storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs={"creator": connect})
     except RuntimeError as error:  # the file was made by an Optuna that this one does not understand
         raise StudyError(
             f"{directory / DATABASE_NAME} cannot be used as a study ({error}); choose another --study, or pass --fresh "

@@ -118,9 +118,7 @@ def test_without_affine_bytes_it_doubles_and_bisects(ceiling: int, cap: int, sta
 
 @settings(max_examples=150)
 @given(ceilings, st.sampled_from([32, 48, 96, 256, 360]), starts, offsets, st.booleans())
-def test_only_divisors_of_a_held_batch_are_run(
-    ceiling: int, held: int, start: int, offset: int, affine: bool
-) -> None:
+def test_only_divisors_of_a_held_batch_are_run(ceiling: int, held: int, start: int, offset: int, affine: bool) -> None:
     divisors = [size for size in range(1, held + 1) if held % size == 0]
     peak = affine_memory(ceiling, offset)
     true_sizes = [size for size in divisors if peak(size) <= LIMIT]

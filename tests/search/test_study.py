@@ -58,7 +58,22 @@ def directory(empty_study: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trial(config: TrainingConfig, number: int = 0, *, rate: float | None = None, kind: FailureKind | None = None) -> Trial:
+@pytest.fixture
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests with many trials, of which none is about power cuts."""
+    connect = sqlite3.connect
+
+    def without_sync(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*arguments, **options)
+        connection.execute("PRAGMA synchronous = OFF")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", without_sync)
+
+
+def trial(
+    config: TrainingConfig, number: int = 0, *, rate: float | None = None, kind: FailureKind | None = None
+) -> Trial:
     return Trial(
         number=number,
         stage="explore",
@@ -288,10 +303,18 @@ def test_another_space_or_other_conditions_are_another_study_in_the_same_file(di
         assert len(study.trials()) == 1
 
 
+def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+    with opened(tmp_path / "my study?100% {done} #1 ümlaut") as study:
+        kept = study.record(trial(quick_space().baseline, rate=100.0))
+    assert stored_records(tmp_path / "my study?100% {done} #1 ümlaut") == ([kept], [])
+
+
 def test_two_searches_do_not_share_a_directory(tmp_path: Path) -> None:
     with (
         opened(tmp_path),
-        pytest.raises(StudyError, match=rf"another search \(process {os.getpid()}\) is using .*; wait for it, or choose"),
+        pytest.raises(
+            StudyError, match=rf"another search \(process {os.getpid()}\) is using .*; wait for it, or choose"
+        ),
     ):
         opened(tmp_path)
     opened(tmp_path).close()
@@ -380,6 +403,7 @@ def explore(study: Study, space: SearchSpace, count: int) -> float:
     return best
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_proposals_are_points_of_the_space_and_none_comes_twice(directory: Path) -> None:
     space = quick_space()
     with opened(directory) as study:
@@ -393,6 +417,7 @@ def test_proposals_are_points_of_the_space_and_none_comes_twice(directory: Path)
             study.record(trial(config, rate=invented_rate(config)))
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_the_sampler_learns(tmp_path: Path) -> None:
     space = quick_space()
     dice = random.Random(0)
@@ -409,6 +434,7 @@ def test_the_sampler_learns(tmp_path: Path) -> None:
     assert sum(learned) / len(learned) > 1.3 * sum(guessed) / len(guessed)
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_refused_points_are_avoided_and_leave_nothing_on_disk(directory: Path) -> None:
     with opened(directory) as study:
         explore(study, quick_space(), 12)
@@ -422,6 +448,7 @@ def test_refused_points_are_avoided_and_leave_nothing_on_disk(directory: Path) -
         assert study.propose() not in refused
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_what_runs_out_of_memory_is_kept_away_from(directory: Path) -> None:
     failures = 0
     with opened(directory) as study:
@@ -445,6 +472,7 @@ def test_a_space_that_is_used_up_repeats_itself(directory: Path) -> None:
         assert study.propose() in {one.config for one in study.trials()}
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_fixed_values_are_kept_in_proposals_and_the_baseline_is_kept_beside_them(directory: Path) -> None:
     space = quick_space(fixed={"batch_size": 16, "precision": "bf16"})
     with opened(directory, space=space) as study:
@@ -463,6 +491,7 @@ def test_with_nothing_to_vary_the_start_is_proposed(directory: Path) -> None:
         study.record(trial(space.start, rate=100.0))
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_the_same_seed_proposes_the_same(tmp_path: Path) -> None:
     proposals = []
     for place in ("a", "b"):
@@ -475,6 +504,7 @@ def test_the_same_seed_proposes_the_same(tmp_path: Path) -> None:
 # --- manners ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
 def test_optuna_says_nothing_and_keeps_its_own_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     level = optuna.logging.get_verbosity()
     with warnings.catch_warnings():
