@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +44,7 @@ from autotune.search.session import Session, pace_for
 from autotune.search.study import Study, stored_records, workload_identity
 from autotune.search.watcher import QuietWatcher, SearchWatcher
 from autotune.space import SearchSpace, build_space
-from autotune.workload import Workload, WorkloadError, workload_from_functions
+from autotune.workload import Workload, workload_from_functions
 
 __all__ = ["check", "fit", "load", "memory", "open_study", "search"]
 
@@ -119,8 +122,7 @@ def fit(
         fresh=fresh,
         clip_grad_norm=clip_grad_norm,
     )
-    with _user_errors():
-        workload = workload_from_functions({role: function for role, function in given.items() if function is not None})
+    workload = workload_from_functions({role: function for role, function in given.items() if function is not None})
     if quiet:
         return search(workload, options, QuietWatcher())
     from autotune.report.terminal import LiveView
@@ -170,24 +172,60 @@ def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) ->
     """One step of the user's program, and what a search would do with it. Writes no study."""
     machine = read_machine_facts()
     conditions = _conditions(options, machine)
-    with _pool(workload, options, watcher, machine) as pool:
+    with _scratch(options) as options, _pool(workload, options, watcher, machine) as pool:
         facts = _facts(pool, machine, conditions, options)
     space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
-    refused = []
-    for knob in KNOBS:
-        others = {name: value for name, value in space.baseline.items() if name != knob.name}
-        for value in space.choices[knob.name]:
-            reason = knob.conflict(value, others, facts)
-            if reason is not None:
-                refused.append(RefusedValue(knob=knob.name, value=value, reason=reason))
+    refused = [
+        RefusedValue(knob=knob.name, value=value, reason=reason)
+        for knob in KNOBS
+        for value in space.choices[knob.name]
+        if (reason := _lasting_conflict(space, knob.name, value)) is not None
+    ]
     refused += _fixed_reasons(facts.workload)
     return CheckReport(
         facts=facts,
-        offered=space.choices,
+        offered={
+            name: tuple(v for v in values if not any(one.knob == name and one.value == v for one in refused))
+            for name, values in space.choices.items()
+        },
         refused=tuple(refused),
-        estimated_search_seconds=options.budget_seconds,
+        estimated_search_seconds=_estimated_seconds(space, options),
         warnings=facts.workload.notes,
     )
+
+
+def _lasting_conflict(space: SearchSpace, name: str, value: Value) -> str | None:
+    """Why a value cannot be used beside the baseline, and not beside any change of one other knob either."""
+    config = space.baseline.replace({name: value})
+    reason = space.conflict(config)
+    if reason is None:
+        return None
+    for other, values in space.choices.items():
+        if other != name and any(space.conflict(config.replace({other: one})) is None for one in values):
+            return None
+    return reason.removeprefix(f"{name}: ")
+
+
+TYPICAL_TRIALS = 30
+"""A search of the default space runs about so many, confirmation included (design, section 1)."""
+TRIAL_SECONDS, STEPS_PER_TRIAL, COMPILE_SECONDS = 3.0, 15.0, 25.0
+"""A trial costs its start and its blocks, or so many steps where those are longer; a compiled one its compilation."""
+
+
+def _estimated_seconds(space: SearchSpace, options: SearchOptions) -> float:
+    """A rough first idea of what a search will take, never more than the budget."""
+    trials = min(TYPICAL_TRIALS, 2 * space.size, options.trials or TYPICAL_TRIALS)
+    compiles = any(knob.slow_first_step(value) for knob in KNOBS for value in space.choices[knob.name])
+    seconds = trials * max(TRIAL_SECONDS, STEPS_PER_TRIAL * space.facts.workload.step_seconds)
+    return min(options.budget_seconds, seconds + (trials / 3 * COMPILE_SECONDS if compiles else 0.0))
+
+
+@contextmanager
+def _scratch(options: SearchOptions) -> Iterator[SearchOptions]:
+    """The options with a directory of their own; it stays where something failed, for the output that is in it."""
+    directory = Path(tempfile.mkdtemp(prefix="autotune-"))
+    yield dataclasses.replace(options, study=directory)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _fixed_reasons(workload: WorkloadFacts) -> list[RefusedValue]:
@@ -201,7 +239,7 @@ def _fixed_reasons(workload: WorkloadFacts) -> list[RefusedValue]:
 
 def memory(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport:
     """Does it fit, and how far: the ceiling of the user's program and of each way to save memory."""
-    with _opened(workload, options, watcher) as opened:
+    with _scratch(options) as options, _opened(workload, options, watcher) as opened:
         session = opened.session
         session.baseline = session.space.baseline
         watcher.stage("memory", "how far the batch goes")
@@ -281,12 +319,14 @@ def _pool(
     workload: Workload, options: SearchOptions, watcher: SearchWatcher, machine: MachineFacts
 ) -> Iterator[TrialPool]:
     used = gpu_used_bytes if _device(options, machine) == "cuda" else None
-    with TrialPool(
-        workload, options.study / "processes", warm_compiler=True, gpu_used_bytes=used, on_note=watcher.note
-    ) as pool:
-        with _user_errors():
-            pool.start()
+    directory = options.study / "processes"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    pool = TrialPool(workload, directory, warm_compiler=True, gpu_used_bytes=used, on_note=watcher.note)
+    try:
+        pool.start()
         yield pool
+    finally:
+        pool.close()
 
 
 def _device(options: SearchOptions, machine: MachineFacts) -> Literal["cuda", "cpu"]:
@@ -392,12 +432,3 @@ def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool
     result = TuningResult(recommend(evidence))
     result.save(opened.directory / RESULT_NAME)
     return result
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """Errors of the user's that other modules name in their own words, as `UserError`."""
-    try:
-        yield
-    except WorkloadError as error:
-        raise UserError(str(error), error.detail) from None

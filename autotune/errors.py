@@ -19,6 +19,10 @@ class UserError(ValueError):
         self.detail = detail
 
 
+class WorkloadError(UserError):
+    """The user's functions are missing, cannot be loaded or sent, or return something else than they must."""
+
+
 class NoAnswerError(RuntimeError):
     """The search ended without an answer, and not through the user's fault; the text says why.
 

@@ -18,23 +18,13 @@ from typing import Any
 
 import cloudpickle
 
+from autotune.errors import WorkloadError
 from autotune.records import WorkloadReference
 
 ROLES = ("model_fn", "data_fn", "loss_fn", "optimizer_fn", "scheduler_fn")
 REQUIRED_ROLES = ("model_fn", "data_fn")
 MAXIMUM_PICKLE_BYTES = 64 * 2**20
 """Functions that travel by value with everything they close over; more than this is a data set in a global."""
-
-
-class WorkloadError(ValueError):
-    """The user's functions are missing, cannot be loaded or cannot be sent; the text says what to change.
-
-    `detail` holds the user's own frames where their code raised.
-    """
-
-    def __init__(self, message: str, detail: str = "") -> None:
-        super().__init__(message)
-        self.detail = detail
 
 
 @dataclass(frozen=True)

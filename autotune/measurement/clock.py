@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from autotune.errors import WorkloadError
 from autotune.records import Blocks
 from autotune.stats import rate
 from autotune.training.windows import Window
-from autotune.workload import WorkloadError
 
 
 def synchronize(device: torch.device) -> None:

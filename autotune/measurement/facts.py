@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from autotune.config import TrainingConfig
+from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
 from autotune.measurement.measure import PhaseReport, seed_everything
@@ -25,7 +26,7 @@ from autotune.surgery.optimizers import fixed_reason, variants
 from autotune.training.losses import describe_convention
 from autotune.training.training import Training
 from autotune.training.windows import Window
-from autotune.workload import UserFunctions, WorkloadError
+from autotune.workload import UserFunctions
 
 LONGEST_STEP_SECONDS = 20.0
 """A first step slower than this is not run twice to see a warm one."""

@@ -49,7 +49,6 @@ def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple
         candidate = incumbent.config.replace({knob.name: value})
         obstacle = session.obstacle(candidate)
         if obstacle is not None:
-            session.skipped.append(f"{knob.name}={value}: {obstacle}")
             continue
         if not session.budget.allows(session.typical_seconds()):
             break

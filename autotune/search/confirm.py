@@ -12,15 +12,19 @@ MOST_FINALISTS = 2
 MOST_ROUNDS = 6
 NEAR_BEST = 0.93
 """A configuration slower than this share of the best in its first measurement is no finalist."""
+LARGEST_RESERVE = 0.45
+"""Share of the budget that the confirmation may keep for itself."""
 FEWEST_SOAK_SECONDS = 5.0
 
 
 def reserve_seconds(session: Session) -> float:
     """What confirmation, parity and soak are likely to take: kept free of everything before them."""
     base, best = session.baseline_trial(), session.best()
-    seconds = [trial.seconds for trial in (base, best) if trial is not None]
-    estimate = FEWEST_ROUNDS * 1.5 * sum(seconds) + (1.5 * max(seconds, default=0.0)) + 1.5 * session.pace.soak_seconds
-    return min(estimate, 0.6 * session.budget.seconds)
+    entrants = {trial.config.key: trial for trial in (base, best) if trial is not None}
+    seconds = [trial.seconds for trial in entrants.values()]
+    # One more finalist than those that are known now, and a parity check that compiles.
+    estimate = FEWEST_ROUNDS * (sum(seconds) + min(seconds, default=0.0)) + max(seconds, default=0.0)
+    return min(estimate + 1.5 * session.pace.soak_seconds, LARGEST_RESERVE * session.budget.seconds)
 
 
 def confirm(session: Session) -> None:

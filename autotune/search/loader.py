@@ -107,9 +107,7 @@ def _measured(session: Session, knob: Knob, incumbent: Trial, value: Value, stag
 
 def _run(session: Session, knob: Knob, incumbent: Trial, value: Value, stage: Stage) -> Trial | None:
     candidate = incumbent.config.replace({knob.name: value})
-    obstacle = session.obstacle(candidate)
-    if obstacle is not None:
-        session.skipped.append(f"{knob.name}={value}: {obstacle}")
+    if session.obstacle(candidate) is not None:
         return None
     if not session.budget.allows(session.typical_seconds()):
         return None

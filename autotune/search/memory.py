@@ -7,6 +7,8 @@ from autotune.records import OUT_OF_MEMORY, Ceiling, FailureKind, TrialAnswer
 from autotune.search.ceiling import CeilingSearch
 from autotune.search.session import Session
 
+USABLE = 0.99
+"""Share of the usable memory that predictions aim at: reserved bytes follow the batch to about one per cent only."""
 LONGEST_PROBE_SHARE = 0.03
 """A probe whose single step takes a larger share of the budget ends the search for larger batches."""
 
@@ -25,13 +27,14 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
     start = min(space.micro_batch(config), max(sizes))
     allowed = sizes if keep_global_batch else _allowed_sizes(session, config)
     search = CeilingSearch(
-        limit_bytes=session.memory_limit_bytes() if session.facts.device == "cuda" else None,
+        limit_bytes=_aim_bytes(session),
         cap=session.facts.largest_batch_size,
         start=start,
         margin=session.settings.conditions.memory_margin,
         allowed=allowed,
     )
     kinds: dict[int, FailureKind] = {}
+    peaks: dict[int, int] = {}
     stopped = ""
     while (size := search.next()) is not None:
         if not keep_global_batch and not session.budget.allows(0.0):
@@ -41,15 +44,15 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
         if answer.failure is not None:
             kinds[size] = answer.failure.kind
         fits = answer.memory is not None and answer.memory.fits
-        peak = _affine_peak(answer)
-        search.tell(
-            size, fits=fits, peak_allocated_bytes=peak, affine=peak is not None and session.facts.device == "cuda"
-        )
+        reserved = answer.memory.memory.reserved_bytes if answer.memory is not None else None
+        search.tell(size, fits=fits, peak_allocated_bytes=reserved, affine=reserved is not None)
+        if answer.memory is not None:
+            peaks[size] = answer.memory.memory.peak_allocated_bytes
         _tell_watcher(session, size, answer)
         if answer.memory is not None and answer.memory.step_seconds > LONGEST_PROBE_SHARE * session.budget.seconds:
             stopped = f"a step of {size} takes {answer.memory.step_seconds:.1f} s, too long for this budget"
             break
-    return _ceiling(session, config, search, kinds, stopped)
+    return _ceiling(session, config, search, kinds, peaks, stopped)
 
 
 def _allowed_sizes(session: Session, config: TrainingConfig) -> list[int] | None:
@@ -65,11 +68,18 @@ def _probe(session: Session, config: TrainingConfig, size: int) -> TrialAnswer:
     return session.probe("memory", config.replace({session.space.batch_name: size}))
 
 
-def _affine_peak(answer: TrialAnswer) -> int | None:
-    if answer.memory is None:
+def _aim_bytes(session: Session) -> int | None:
+    """What the ceiling search steers by: on CUDA reserved bytes, which decide whether a size leaves its margin."""
+    limit = session.memory_limit_bytes() if session.facts.device == "cuda" else None
+    return None if limit is None else int(USABLE * limit)
+
+
+def _slope(peaks: dict[int, int], device: str) -> float | None:
+    """Allocated bytes that each further sample takes, between the two largest sizes that ran (CUDA)."""
+    if device == "cpu" or len(peaks) < 2:
         return None
-    marks = answer.memory.memory
-    return marks.peak_forward_backward_bytes or marks.peak_allocated_bytes or None
+    small, large = sorted(peaks)[-2:]
+    return (peaks[large] - peaks[small]) / (large - small)
 
 
 def _tell_watcher(session: Session, size: int, answer: TrialAnswer) -> None:
@@ -82,7 +92,12 @@ def _tell_watcher(session: Session, size: int, answer: TrialAnswer) -> None:
 
 
 def _ceiling(
-    session: Session, config: TrainingConfig, search: CeilingSearch, kinds: dict[int, FailureKind], stopped: str
+    session: Session,
+    config: TrainingConfig,
+    search: CeilingSearch,
+    kinds: dict[int, FailureKind],
+    peaks: dict[int, int],
+    stopped: str,
 ) -> Ceiling:
     result = search.result()
     failed = result.smallest_failed_batch_size
@@ -91,8 +106,8 @@ def _ceiling(
         largest_batch_size=result.largest_batch_size,
         smallest_failed_batch_size=failed,
         failure_kind=kinds.get(failed) if failed is not None else None,
-        peak_allocated_bytes=result.peak_allocated_bytes,
-        bytes_per_sample=result.bytes_per_sample,
+        peak_allocated_bytes=peaks.get(result.largest_batch_size) if result.largest_batch_size is not None else None,
+        bytes_per_sample=_slope(peaks, session.facts.device),
         probes=result.probes,
         out_of_memory_count=sum(kind in OUT_OF_MEMORY for kind in kinds.values()),
         stopped_because=stopped or result.stopped_because,

@@ -77,7 +77,7 @@ def recommend(evidence: Evidence) -> Recommendation:
         settings=evidence.settings,
         keep=keep,
         verdict=_verdict(evidence, best, baseline, keep),
-        baseline=baseline,
+        baseline=answers.with_hours(baseline, 0.0),
         best=answers.explained(best, baseline, cause, cause_measurement),
         free_batch=answers.explained(free, baseline, cause, cause_measurement) if free is not None else None,
         bottleneck=cause,
@@ -204,14 +204,8 @@ class _Answers:
         seconds = self._compile_seconds(answer.config)
         saved = answer.effective_batch_size * (1 / baseline.samples_per_second - 1 / answer.samples_per_second)
         pays = math.ceil(seconds / saved) if saved > 0 and seconds > 0 else None
-        samples = evidence.settings.train_samples
-        answer = answer.model_copy(
-            update={
-                "compile_seconds": seconds,
-                "compile_pays_after_steps": pays,
-                "training_hours": None if samples is None else (samples / answer.samples_per_second + seconds) / 3600,
-            }
-        )
+        answer = self.with_hours(answer, seconds)
+        answer = answer.model_copy(update={"compile_seconds": seconds, "compile_pays_after_steps": pays})
         why = list(reasons(answer.config, evidence.baseline, evidence.trials, evidence.knobs))
         if cause is not None and cause_measurement is not None:
             movable = [knob for knob in evidence.knobs if knob.name in evidence.space.varied]
@@ -222,6 +216,14 @@ class _Answers:
                 "prices": prices(answer, baseline, evidence.facts.workload, evidence.knobs),
             }
         )
+
+    def with_hours(self, answer: Answer, compile_seconds: float) -> Answer:
+        """The answer with the hours that the whole training takes, where the user said how long it is."""
+        samples = self.evidence.settings.train_samples
+        if samples is None:
+            return answer
+        seconds = samples / answer.samples_per_second + compile_seconds
+        return answer.model_copy(update={"training_hours": seconds / 3600})
 
     def _compile_seconds(self, config: TrainingConfig) -> float:
         """The longest first step beyond the baseline's: the later ones find what is cached."""

@@ -13,6 +13,11 @@ from autotune.search.loader import search_loader
 from autotune.search.memory import find_ceiling
 from autotune.search.session import Session
 
+OWN_CEILING_SHARE = 0.1
+SAVER_CEILING_SHARE = 0.03
+"""Of the budget, for the ceiling of the user's own program and for that of each way to save memory."""
+STEPS_PER_PROBE = 4
+
 
 class Search:
     """One search over a session. After `go_on`, or after a Ctrl-C in it, `ceilings` and the session hold the evidence."""
@@ -30,10 +35,7 @@ class Search:
         session = self.session
         start = self._start(self._baseline)
         session.budget.reserved_seconds = reserve_seconds(session)
-        session.watcher.stage("memory", "how far the batch goes")
-        for config in self.memory_candidates(start.config):
-            if session.budget.allows(2 * session.typical_seconds()):
-                self.ceiling(config)
+        self._first_ceilings(start)
         leader = search_compute(session, start)
         session.budget.reserved_seconds = reserve_seconds(session)
         leader = self._batch(leader)
@@ -43,6 +45,33 @@ class Search:
         session.budget.reserved_seconds = reserve_seconds(session)
         explore(session)
         confirm(session)
+
+    def _first_ceilings(self, start: Trial) -> None:
+        """How far the user's program goes, and what saving memory would bring, where that is cheap beside the budget.
+
+        Dear ceilings are left to the batch stage, which needs that of the leading configuration only.
+        """
+        session = self.session
+        seconds = self._ceiling_seconds(start)
+        session.watcher.stage("memory", "how far the batch goes")
+        own, *savers = self.memory_candidates(start.config)
+        if seconds < OWN_CEILING_SHARE * session.budget.seconds and session.budget.allows(seconds):
+            self.ceiling(own)
+        for config in savers:
+            if seconds < SAVER_CEILING_SHARE * session.budget.seconds and session.budget.allows(seconds):
+                self.ceiling(config)
+
+    def _ceiling_seconds(self, start: Trial) -> float:
+        """What three probes are likely to take: one at this batch, one in the middle, one at the end."""
+        session, measurement = self.session, start.measurement
+        assert measurement is not None
+        size = session.space.micro_batch(start.config)
+        times = session.facts.largest_batch_size / size
+        limit, reserved = session.memory_limit_bytes(), measurement.memory.reserved_bytes
+        if limit is not None and reserved:
+            times = min(times, limit / reserved)
+        step_seconds = size / measurement.samples_per_second
+        return 3 * measurement.process_seconds + STEPS_PER_PROBE * step_seconds * (1 + 1.5 * times)
 
     def memory_candidates(self, config: TrainingConfig) -> list[TrainingConfig]:
         """The configuration, and the same with each value of the knobs that do nothing but save memory."""

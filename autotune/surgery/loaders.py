@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _worker_module
 
+from autotune.errors import WorkloadError
 from autotune.surgery.batches import leading_size, tensors
-from autotune.workload import WorkloadError
 
 DEFAULT_BATCH_SIZE = 32
 """For a bare data set, as many as that or as it has."""

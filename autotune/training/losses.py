@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotune.errors import WorkloadError
 from autotune.surgery.batches import describe
-from autotune.workload import WorkloadError
 
 Loss = tuple[torch.Tensor, Any]
 """A scalar with a gradient, and its weight: None for a mean, or a number (also as a tensor) for a sum."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autotune.config import TrainingConfig, Value
+from autotune.errors import WorkloadError
 from autotune.knobs.base import Knob, TrainingParts
 from autotune.knobs.registry import KNOBS
 from autotune.records import Conditions
@@ -17,7 +18,7 @@ from autotune.surgery.batches import to_device
 from autotune.surgery.loaders import as_loader, counted, rebuilt
 from autotune.training.losses import explain_failed_call, loss_function
 from autotune.training.windows import Window, WindowLoader
-from autotune.workload import UserFunctions, WorkloadError
+from autotune.workload import UserFunctions
 
 Hook = TypeVar("Hook")
 
