@@ -22,16 +22,14 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """A layer with running statistics; counts its forwards and notes whether they were traced by the compiler."""
+    """A layer, with running statistics or without."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
-        self.notes: list[bool] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.notes.append(torch.compiler.is_compiling())
         return x + torch.tanh(self.norm(self.linear(x)))
 
 
@@ -42,10 +40,8 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([Block(norm) for _ in range(4)])
         self.head = nn.Linear(WIDTH, 1)
-        self.notes: list[bool] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.notes.append(torch.compiler.is_compiling())
         for block in self.blocks:
             x = block(x)
         return self.head(x)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,7 @@ from tests.knobs.search_facts import cpu_facts, cuda_facts
 KNOB = CompileMode()
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
 
 
 def test_choices_follow_the_device() -> None:

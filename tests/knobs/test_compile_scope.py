@@ -9,7 +9,7 @@ from torch import nn
 from autotune.knobs.base import AS_IS, CodeLines
 from autotune.knobs.compile_scope import CompileScope
 from autotune.training.training import Training
-from tests.knobs.programs import BLOCKS, assert_equal_tensors, baseline_config, gradients, loss_fn, train
+from tests.knobs.programs import BLOCKS, Block, Net, assert_equal_tensors, baseline_config, gradients, loss_fn, train
 from tests.knobs.search_facts import cpu_facts
 
 KNOB = CompileScope()
@@ -51,6 +51,38 @@ def noting_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss_fn(model, batch)
 
 
+class NotingBlock(Block):
+    """A block that notes whether it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        self.notes: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes.append(torch.compiler.is_compiling())
+        return super().forward(x)
+
+
+class NotingNet(Net):
+    """The model, with blocks that note whether they are traced, and the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        weights = self.state_dict()
+        self.blocks = nn.ModuleList([NotingBlock() for _ in BLOCKS])
+        self.load_state_dict(weights)
+        self.notes: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes.append(torch.compiler.is_compiling())
+        return super().forward(x)
+
+
+def noting_model() -> nn.Module:
+    torch.manual_seed(0)
+    return NotingNet()
+
+
 def traced(training: Training) -> dict[str, bool]:
     """Which parts of a step the compiler traced."""
     LOSSES.clear()
@@ -62,6 +94,7 @@ def traced(training: Training) -> dict[str, bool]:
     }
 
 
+@pytest.mark.usefixtures("nothing_compiled_yet")
 @pytest.mark.parametrize(
     ("scope", "expected"),
     [
@@ -71,7 +104,7 @@ def traced(training: Training) -> dict[str, bool]:
     ],
 )
 def test_applied_the_compiler_gets_that_part(scope: str, expected: dict[str, bool]) -> None:
-    training = train(loss=noting_loss, compile_scope=scope, **COMPILED)
+    training = train(make_model=noting_model, loss=noting_loss, compile_scope=scope, **COMPILED)
     assert traced(training) == expected
     assert_equal_tensors(
         gradients(train()), {name: p.grad for name, p in training.model.named_parameters()}, tolerance=1e-4
