@@ -50,8 +50,8 @@ def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple
         obstacle = session.obstacle(candidate)
         if obstacle is not None:
             continue
-        if not session.budget.allows(session.typical_seconds()):
-            break
+        if not session.affords(candidate):
+            continue
         tried.add((knob.name, value))
         trial = session.measure(candidate, stage)
         if _better(session, trial, incumbent):
@@ -101,7 +101,7 @@ def search_batch(session: Session, incumbent: Trial, ceiling: Ceiling, stage: St
         candidate = best.config.replace({space.batch_name: size})
         if session.obstacle(candidate) is not None:
             continue
-        if not session.budget.allows(session.typical_seconds()):
+        if not session.affords(candidate):
             break
         last_tried = size
         trial = session.measure(candidate, stage)

@@ -44,8 +44,7 @@ def confirm(session: Session) -> None:
         if len(entrants) == 1 and round_number > 0:
             break
         expected = sum(_expected_seconds(session, config) for config in entrants)
-        out_of_time = session.budget.left() < expected
-        if round_number >= 1 and out_of_time:
+        if round_number >= 1 and session.budget.left() - session.pace.soak_seconds < expected:
             break
         for config in list(entrants):
             trial = session.measure(config, "confirm", confirm_round=round_number)

@@ -11,16 +11,22 @@ MOST_REFUSALS_IN_A_ROW = 40
 def explore(session: Session) -> int:
     """Runs proposals until the budget's reserve is reached. Returns how many were measured.
 
-    Points that conflict, that are known not to fit, that train differently or that were measured are not run; the
-    sampler is told so and learns the region.
+    First what was running when an earlier call was killed. Points that conflict, that are known not to fit, that train
+    differently or that were measured are not run; the sampler is told so and learns the region.
     """
     session.watcher.stage("explore", "points that the sampler proposes")
     measured = refused = 0
-    while session.budget.allows(session.typical_seconds()) and refused < MOST_REFUSALS_IN_A_ROW:
+    for config in session.study.interrupted:
+        if session.obstacle(config) is None and session.affords(config):
+            session.measure(config, "explore")
+            measured += 1
+    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW:
         config = session.study.propose()
         reason = session.obstacle(config)
         if reason is None and session.measured(config) is not None:
             reason = "measured before"
+        if reason is None and not session.affords(config):
+            reason = "longer than what is left"
         if reason is not None:
             session.study.reject(reason)
             refused += 1

@@ -77,7 +77,7 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
     if not counts:
         return None
     candidate = incumbent.config.replace({knob.name: counts[0]})
-    if session.obstacle(candidate) is not None or not session.budget.allows(session.typical_seconds()):
+    if session.obstacle(candidate) is not None or not session.affords(candidate):
         return None
     answer = session.probe("loader", candidate)
     if answer.loader is None:
@@ -109,6 +109,6 @@ def _run(session: Session, knob: Knob, incumbent: Trial, value: Value, stage: St
     candidate = incumbent.config.replace({knob.name: value})
     if session.obstacle(candidate) is not None:
         return None
-    if not session.budget.allows(session.typical_seconds()):
+    if not session.affords(candidate):
         return None
     return session.measure(candidate, stage)

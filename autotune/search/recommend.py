@@ -85,7 +85,7 @@ def recommend(evidence: Evidence) -> Recommendation:
         trial_count=sum(trial.round is None for trial in evidence.trials),
         failure_counts=dict(Counter(trial.failure.kind for trial in evidence.trials if trial.failure is not None)),
         rejected=_rejected(evidence, baseline),
-        warnings=evidence.warnings,
+        warnings=(*_growth(cause_measurement), *evidence.warnings),
         search_seconds=evidence.search_seconds,
         autotune_version=evidence.autotune_version,
     )
@@ -257,6 +257,21 @@ def _verdict(evidence: Evidence, best: Answer, baseline: Answer, keep: bool) -> 
         share = best.peak_allocated_bytes / max(1, baseline.peak_allocated_bytes)
         return f"Use {changes}: {share:.0%} of the peak memory, at {faster}.".replace("%", " %", 1)
     return f"Use {changes}: {faster}."
+
+
+LEAK_BYTES_PER_STEP = 16 * 2**10
+"""Growth below this is the allocator's or the interpreter's own."""
+
+
+def _growth(measurement: Measurement | None) -> tuple[str, ...]:
+    """The warning for a program that holds more memory with every step."""
+    growth = measurement.memory.growth_bytes_per_step if measurement is not None else 0.0
+    if growth < LEAK_BYTES_PER_STEP:
+        return ()
+    return (
+        f"your program's memory grows by {growth / 2**20:.2f} MiB with every step: something keeps tensors of past steps "
+        "(a leak), and no ceiling holds for long",
+    )
 
 
 def _shown(value: object) -> str:

@@ -110,7 +110,7 @@ class Search:
         below_held = held is not None and session.space.micro_batch(leader.config) < held
         if held is not None and not below_held and session.settings.objective != "memory":
             return leader
-        if not session.budget.allows(2 * session.typical_seconds()):
+        if not session.affords(leader.config):
             return leader
         return search_batch(session, leader, self.ceiling(leader.config), "compute", free=held is None)
 
@@ -120,5 +120,5 @@ class Search:
         held = session.settings.conditions.global_batch_size
         if held is None or session.settings.objective == "memory" or len(session.space.batch_sizes) < 2:
             return
-        if session.budget.allows(2 * session.typical_seconds()):
+        if session.affords(leader.config):
             search_batch(session, leader, self.ceiling(leader.config), "explore", free=True)

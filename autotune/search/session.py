@@ -33,6 +33,10 @@ WORTHWHILE_GAIN = 1.02
 """A configuration must be so many times better to be preferred to a simpler one (design, section 9)."""
 
 
+FIRST_COMPILE_SECONDS = 15.0
+"""A small model compiles in 10 to 20 s (two CPU cores, caches cold)."""
+
+
 @dataclass(frozen=True)
 class Pace:
     """How long each measurement takes; shorter in a short budget."""
@@ -76,7 +80,7 @@ class Session:
     """What was not tried, and why, in words."""
 
     def resume(self) -> None:
-        """Takes up what the study holds from an earlier call."""
+        """Takes up what the study holds from an earlier call; what was running when that was killed comes in `explore`."""
         self.trials = self.study.trials()
         for probe in self.study.probes():
             self.probes[(probe.kind, probe.config.key)] = probe.answer
@@ -307,7 +311,7 @@ class Session:
         share = self.budget.seconds
         eager = min(max(15.0, 20 * step_seconds), max(15.0, share / 4))
         compiled = min(300.0, max(30.0, share / 4))
-        compiles = any(knob.slow_first_step(config[knob.name]) for knob in KNOBS) or workload.model_is_compiled
+        compiles = self._slow_to_start(config) or workload.model_is_compiled
         return PhaseTimeouts(
             build_seconds=max(30.0, min(120.0, share / 4)),
             compile_seconds=compiled if compiles else eager,
@@ -365,7 +369,21 @@ class Session:
         trial = self.baseline_trial()
         return trial.measurement.samples_per_second if trial and trial.measurement else None
 
-    def typical_seconds(self) -> float:
-        """How long a further trial may take: the longest of the last few."""
-        recent = [trial.seconds for trial in self.trials[-5:] if trial.round is None]
-        return max(recent, default=5.0)
+    def affords(self, config: TrainingConfig) -> bool:
+        """Whether a trial of this configuration fits into what the budget leaves before its reserve."""
+        return self.budget.allows(self.expected_seconds(config))
+
+    def expected_seconds(self, config: TrainingConfig) -> float:
+        """How long a trial of this configuration is likely to take: as long as the last few of its kind.
+
+        A first compilation is not known to be short: it is granted what the compiler is seen to take on small models.
+        """
+        compiles = self._slow_to_start(config)
+        alike = [t for t in self.trials if t.round is None and self._slow_to_start(t.config) == compiles]
+        if alike:
+            return max(trial.seconds for trial in alike[-4:])
+        others = max((trial.seconds for trial in self.trials), default=5.0)
+        return others + FIRST_COMPILE_SECONDS if compiles else others
+
+    def _slow_to_start(self, config: TrainingConfig) -> bool:
+        return any(knob.slow_first_step(config[knob.name]) for knob in KNOBS)
