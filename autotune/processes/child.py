@@ -7,6 +7,7 @@ either entered in a fork of the server or, as `python -m autotune.processes.chil
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import io
 import multiprocessing
@@ -32,6 +33,9 @@ START_METHOD_VARIABLE = "AUTOTUNE_START_METHOD"
 
 DEFAULT_MEMORY_SHARE = 0.9
 """Of the available host memory, for a CPU trial without a limit: the kernel's killer must not be what answers."""
+
+SHOW_WHERE_SIGNAL = signal.SIGUSR2
+"""On which a trial prints where it is, even while it is stuck in native code."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -136,6 +140,8 @@ class TrialProcess:
 
     def run(self, load: Callable[[], UserFunctions]) -> None:
         """Runs the trial; whatever the user's code raises becomes the answer's failure."""
+        faulthandler.enable(2, all_threads=False)  # a crash prints where it happened, too
+        faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False)
         self._enter("start")
         try:
             functions = load()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.processes.frames import is_own
 from autotune.processes.wire import decode_answer, unfinished
 from autotune.records import Failure, FailureKind, Phase, TrialAnswer
 
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 8192
+_FRAME_LINE = re.compile(r'^  File "(?P<file>.*)", line \d+ in ')
 
 
 @dataclass
@@ -74,10 +78,14 @@ def _server_died(ending: Ending, how: str) -> TrialAnswer:
 
 
 def _timed_out(ending: Ending, phase: Phase) -> TrialAnswer:
-    if ending.exhausted_files_limit is not None:
+    limit = ending.exhausted_files_limit
+    if limit is None and "Too many open files" in _tail(ending.output_path):
+        # a thread of a loader worker has died of it, and the batch it was to send never arrives
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit is not None:
         message = (
-            f"the trial hung in its {phase} phase with all of its {ending.exhausted_files_limit} open files in use: "
-            "raise the limit with `ulimit -n`, or use fewer loader workers"
+            f"the trial hung in its {phase} phase after its limit of {limit} open files was reached: raise it with "
+            "`ulimit -n`, or use fewer loader workers"
         )
         return _failed("file_limit", ending, message)
     message = f"the trial did not get through its {phase} phase within {ending.timeout_seconds:g} s"
@@ -102,7 +110,16 @@ def _ended_silently(ending: Ending, status: int) -> TrialAnswer:
 
 
 def _failed(kind: FailureKind, ending: Ending, message: str, *, signal_name: str | None = None) -> TrialAnswer:
-    return TrialAnswer(failure=Failure(kind=kind, phase=ending.last_phase, message=message, signal=signal_name))
+    detail = _where(_tail(ending.output_path))
+    failure = Failure(kind=kind, phase=ending.last_phase, message=message, detail=detail, signal=signal_name)
+    return TrialAnswer(failure=failure)
+
+
+def _where(tail: str) -> str:
+    """The user's own frames, from the stack that Python printed when the trial crashed or was found hanging."""
+    _, heading, stack = tail.rpartition("(most recent call first):\n")
+    frames = [line for line in stack.splitlines() if (found := _FRAME_LINE.match(line)) and is_own(found["file"])]
+    return "\n".join(["Where it was (the user's own frames, innermost first):", *frames]) if heading and frames else ""
 
 
 def _tail(path: str) -> str:

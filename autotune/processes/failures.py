@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
+from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.processes.frames import Origin, origin_of
 from autotune.records import Failure, FailureKind, Phase
-from autotune.workload import WorkloadError
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class TrialPool:
         None where that cannot be seen. `warm_compiler` imports the compiler before the forks, not in each."""
         self.notes: list[str] = []
         self._workload = workload
-        self._directory = directory
+        self._directory = directory.resolve()  # importing the user's module may change the server's directory
         self._warm_compiler = warm_compiler
         self._gpu_used_bytes = gpu_used_bytes or (lambda: None)
         self._on_note = on_note
@@ -199,7 +199,7 @@ class TrialPool:
 
     def _end(self, server: ServerProcess, ending: Ending) -> None:
         """Has everything killed that is left of the trial. A server that does not manage is given up."""
-        server.send(EndTrial())
+        server.send(EndTrial(show_where=ending.timeout_phase is not None))
         deadline = time.monotonic() + _END_SECONDS
         while True:
             try:

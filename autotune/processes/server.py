@@ -14,12 +14,12 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from types import FrameType
 
 from autotune.processes import child
 from autotune.processes.failures import import_failure
+from autotune.processes.preparation import fork, fork_problem, import_user_module
 from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit
 from autotune.processes.wire import (
     Channel,
@@ -33,18 +33,19 @@ from autotune.processes.wire import (
     TrialExited,
     TrialOrder,
 )
-from autotune.workload import UserFunctions, load_functions
+from autotune.workload import UserFunctions
 
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 30.0
 """After which a process that does not die of SIGKILL (the driver may hold it) is told as a survivor."""
-_FORK_FAILED_STATUS = 3
+_SHOW_WHERE_SECONDS = 0.2
 
 
 @dataclass
 class _RunningTrial:
     pid: int
     report_descriptor: int
+    exited: bool = False
     reports_open: bool = True
     unread: bytes = b""
 
@@ -98,28 +99,9 @@ class Server:
                 self._channel.send(ImportFailed(str(told), told.detail))
                 return False
             self._kept = frozenset(descendants(os.getpid()))
-            problem = self._fork_problem(hello.silence_seconds)
+            problem = fork_problem(self._thread_count, hello.silence_seconds)
         self._channel.send(Ready(problem))
         return True
-
-    def _fork_problem(self, silence_seconds: float) -> str | None:
-        """Forks a process that does what trials will do, and says why it could not, in the user's words."""
-        import torch
-
-        if torch.cuda.is_initialized():
-            return "CUDA is used while the user's module is imported"
-        pid = _fork()
-        if pid == 0:
-            try_out_fork(self._thread_count)
-        deadline = time.monotonic() + silence_seconds
-        while time.monotonic() < deadline:
-            waited, status = os.waitpid(pid, os.WNOHANG)
-            if waited:
-                failed = os.waitstatus_to_exitcode(status) == _FORK_FAILED_STATUS
-                return "CUDA cannot be used in a forked process" if failed else None
-            time.sleep(0.005)
-        self._kill_all()
-        return "importing the user's module starts threads that a forked process waits for in vain"
 
     # --- serving ---
 
@@ -151,7 +133,7 @@ class Server:
         if isinstance(message, StartTrial):
             self._start(message, hello)
         elif isinstance(message, EndTrial):
-            self._end()
+            self._end(message)
         else:
             raise AssertionError(f"the orchestrator sent {message!r}")
 
@@ -169,7 +151,7 @@ class Server:
         report_read, report_write = os.pipe()
         os.set_blocking(report_read, False)
         server = os.getpid()
-        pid = _fork()
+        pid = fork()
         if pid == 0:
             self._become_trial(order, report_write, server)
         os.close(report_write)
@@ -213,12 +195,16 @@ class Server:
             if pid == 0:
                 return trial_status
             if self._trial is not None and pid == self._trial.pid:
+                self._trial.exited = True
                 trial_status = status
 
     # --- ending ---
 
-    def _end(self) -> None:
+    def _end(self, message: EndTrial) -> None:
         assert self._trial is not None
+        if message.show_where and not self._trial.exited:
+            os.kill(self._trial.pid, child.SHOW_WHERE_SIGNAL)
+            time.sleep(_SHOW_WHERE_SECONDS)
         below = descendants(os.getpid(), except_below=self._kept)
         limits = [limit for process in below if (limit := exhausted_files_limit(process.pid)) is not None]
         killed, survivors = self._kill_all()
@@ -243,78 +229,6 @@ class Server:
                     continue
             time.sleep(0.002)
             self._reap()
-
-
-def import_user_module(hello: Hello) -> tuple[UserFunctions, int]:
-    """Imports torch and the user's functions, with one thread; returns also how many threads the trials shall have.
-
-    One parallel operation on the CPU before a fork makes every forked process hang in libgomp. What the user's module
-    itself asks for with `torch.set_num_threads` is taken down, to be set after the fork.
-    """
-    import torch
-
-    thread_count = torch.get_num_threads()
-    set_num_threads = torch.set_num_threads
-    set_num_threads(1)
-    importing = True
-
-    def take_down(count: int) -> None:
-        nonlocal thread_count
-        if not importing:  # `from torch import set_num_threads` keeps this function
-            set_num_threads(count)
-            return
-        thread_count = count
-
-    torch.set_num_threads = take_down  # type: ignore[assignment]  # a function of native code there
-    sys.argv = [hello.workload.location]
-    try:
-        functions = load_functions(hello.workload)
-    finally:
-        importing = False
-        torch.set_num_threads = set_num_threads
-    import torch._dynamo  # making any optimizer imports it, which takes a second: better here than in each trial
-
-    if hello.warm_compiler:
-        _import_compiler()
-    child.load_entry(hello.entry)
-    set_num_threads(1)
-    return functions, thread_count
-
-
-def _import_compiler() -> None:
-    # importing inductor starts a pool of compiling processes, unless told not to: ours would be of no use to a trial
-    before = os.environ.get("TORCH_WARM_POOL")
-    os.environ["TORCH_WARM_POOL"] = "0"
-    import torch._inductor.compile_fx  # noqa: F401
-
-    if before is None:
-        del os.environ["TORCH_WARM_POOL"]
-    else:
-        os.environ["TORCH_WARM_POOL"] = before
-
-
-def try_out_fork(thread_count: int) -> None:
-    """In a forked process: a parallel operation on the CPU and, where there is a GPU, the first use of CUDA."""
-    try:
-        import torch
-
-        torch.set_num_threads(thread_count)
-        (torch.ones(1 << 20) * 2).sum()
-        torch.ones(256, 256) @ torch.ones(256, 256)
-        if torch.cuda.is_available():
-            torch.cuda.init()
-    except BaseException as error:  # in a fork of the server nothing may escape
-        words = ("forked subprocess", "initialization error")
-        os._exit(_FORK_FAILED_STATUS if any(word in str(error) for word in words) else 0)
-    os._exit(0)
-
-
-def _fork() -> int:
-    child.flush_streams()  # or the child writes it a second time
-    with warnings.catch_warnings():
-        # Python 3.12 warns of threads, which the user may have made an error; whether they matter has been tried out
-        warnings.simplefilter("ignore")
-        return os.fork()
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import WorkloadError
 from autotune.processes.process_tree import carrying
 from autotune.processes.wire import MARKER_VARIABLE, Channel, Hello, ImportFailed, Ready
-from autotune.workload import WorkloadError
 
 _IMPORT_SECONDS = 600.0
 _STOP_SECONDS = 40.0

@@ -54,6 +54,9 @@ class StartTrial:
 class EndTrial:
     """Kill whatever is left of the trial, and say when it is gone."""
 
+    show_where: bool
+    """Have it first print where it is, since it hangs."""
+
 
 # --- server to orchestrator -------------------------------------------------------------------------------------------
 

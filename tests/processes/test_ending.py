@@ -71,3 +71,18 @@ def test_timeout_with_all_files_in_use(ending):
     failure = answer_of(ending).failure
     assert failure.kind == "file_limit"
     assert "128" in failure.message
+
+
+def test_timeout_after_a_thread_of_a_worker_ran_out_of_files(ending):
+    ending.timeout_phase, ending.timeout_seconds = "measure", 5.0
+    assert answer_of(ending).failure.kind == "timeout"
+    printed(ending, "OSError: [Errno 24] Too many open files\n")
+    assert answer_of(ending).failure.kind == "file_limit"
+
+
+def test_where_a_crash_happened(ending, tmp_path):
+    own = f'  File "{tmp_path}/train.py", line 3 in forward'
+    installed = '  File "/usr/lib/site-packages/torch/nn.py", line 9 in __call__'
+    printed(ending, f"\nCurrent thread 0x1 (most recent call first):\n{own}\n{installed}\n{own}\n")
+    ending.status = signal.SIGSEGV
+    assert answer_of(ending).failure.detail.splitlines()[1:] == [own, own]

@@ -9,10 +9,10 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch.utils.data import DataLoader, Dataset
 
+from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.processes import failures
 from autotune.processes.failures import classify, import_failure
-from autotune.workload import WorkloadError
 
 
 class OutOfResources(Exception):  # noqa: N818

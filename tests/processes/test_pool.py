@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +16,8 @@ ENTRY = "trial_behaviours:answer"
 
 @pytest.fixture(scope="module")
 def pool(behaving_workload, tmp_path_factory):
-    with TrialPool(behaving_workload, tmp_path_factory.mktemp("study"), entry=ENTRY) as pool:
+    directory = Path(os.path.relpath(tmp_path_factory.mktemp("study")))
+    with TrialPool(behaving_workload, directory, entry=ENTRY) as pool:
         yield pool
     assert psutil.Process().children() == []
 
@@ -38,9 +40,10 @@ def failure_of(answer):
 def test_a_trial_finds_itself_where_the_user_stood(pool, request_for):
     answer = pool.run(request_for("look_around"))
     assert answer.failure is None
-    threads, directory, child, start_method, age, own_session, interruptible, _ = answer.soak.findings
+    threads, directory, child, start_method, age, own_session, interruptible, compiler, _ = answer.soak.findings
     assert directory == os.getcwd()  # although importing the user's module changes it
     assert (threads, child, start_method, own_session, interruptible) == ("2", "1", "fork", "True", "True")
+    assert compiler == "False"
     assert 0 <= float(age) < 20
     assert answer.seconds > 0
 
@@ -54,13 +57,18 @@ def test_phases_are_told_in_order(pool, request_for):
 def test_segmentation_fault(pool, request_for):
     failure = failure_of(pool.run(request_for("die_of_segfault")))
     assert (failure.kind, failure.signal, failure.phase) == ("crash", "SIGSEGV", "measure")
+    assert "in die_of_segfault" in failure.detail
+    assert "processes/child.py" not in failure.detail
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "hang_and_ignore_signals", "leave_children_and_hang"])
+@pytest.mark.parametrize(
+    "behaviour", ["hang", "hang_in_native_code", "hang_and_ignore_signals", "leave_children_and_hang"]
+)
 def test_hang(pool, request_for, behaviour):
     failure = failure_of(pool.run(request_for(behaviour, measure_seconds=1.0)))
     assert failure.kind == "timeout"
     assert failure.message == "the trial did not get through its measure phase within 1 s"
+    assert f"in {behaviour}\n" in failure.detail
 
 
 def test_status_zero_without_a_result_is_a_failure(pool, request_for):

@@ -55,6 +55,7 @@ def look_around(request):
         time.monotonic() - float(os.environ["AUTOTUNE_STARTED_AT"]),
         os.getsid(0) == os.getpid(),
         signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "torch._inductor.compile_fx" in sys.modules,
         large,
     )
 
@@ -66,6 +67,10 @@ def die_of_segfault(request):
 def hang(request):
     while True:
         pass
+
+
+def hang_in_native_code(request):
+    ctypes.CDLL(None).sleep(10**6)
 
 
 def hang_and_ignore_signals(request):
@@ -218,6 +223,7 @@ BEHAVIOURS = [
     look_around,
     die_of_segfault,
     hang,
+    hang_in_native_code,
     hang_and_ignore_signals,
     exit_silently,
     exit_loudly,
