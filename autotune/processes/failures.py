@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
-from autotune.errors import WorkloadError
+from autotune.errors import UserError, WorkloadError
 from autotune.failure import TrialFailure
 from autotune.processes.frames import Origin, origin_of
 from autotune.records import Failure, FailureKind, Phase
@@ -88,7 +88,7 @@ def classify(error: BaseException, phase: Phase) -> Failure:
     for link in links:
         if isinstance(link, TrialFailure):
             return Failure(kind=link.kind, phase=phase, message=link.message, detail=_detail_of(link))
-        if isinstance(link, WorkloadError):
+        if isinstance(link, UserError):
             return Failure(kind="user_error", phase=phase, message=str(link), detail=link.detail)
     for link in links:
         failure = _named_failure(link, origin_of(link), phase)
@@ -105,8 +105,8 @@ def classify(error: BaseException, phase: Phase) -> Failure:
 
 def import_failure(error: BaseException, location: str) -> WorkloadError:
     """What to tell a user whose module cannot be imported: their exception, their frames."""
-    if isinstance(error, WorkloadError):
-        return error
+    if isinstance(error, UserError):
+        return WorkloadError(str(error), error.detail)
     origin = origin_of(error)
     where = f" ({origin.where})" if origin.where else ""
     ended = "called sys.exit" if isinstance(error, SystemExit) else "failed"

@@ -233,9 +233,9 @@ def test_exceptions_of_real_workers(trouble, kind, message, frame):
     assert "Original Traceback" not in failure.detail
 
 
-def test_import_failures_keep_a_workload_error():
-    error = WorkloadError("train.py does not define data_fn")
-    assert import_failure(error, "train.py") is error
+def test_import_failures_keep_what_is_told_already():
+    told = import_failure(WorkloadError("train.py does not define data_fn", "their frames"), "train.py")
+    assert (str(told), told.detail) == ("train.py does not define data_fn", "their frames")
 
 
 def test_messages_are_short():
