@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,19 +87,57 @@ def _attention_without_dropout(original: Callable[..., torch.Tensor]) -> Callabl
     return same_without_dropout
 
 
-@contextmanager
-def highest_precision() -> Iterator[None]:
-    """fp32 matrix products and convolutions in fp32, and nothing compiled, the user's own compile included."""
-    matmul = torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.compiler.set_stance("force_eager"):
+@dataclass(frozen=True)
+class Precision:
+    """How exact fp32 matrix products and convolutions are, as torch's global settings say it."""
+
+    matmul: str
+    cudnn_tf32: bool
+
+    @classmethod
+    def now(cls) -> Precision:
+        """The settings in force."""
+        return cls(torch.get_float32_matmul_precision(), bool(torch.backends.cudnn.allow_tf32))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """These settings, and afterwards those from before."""
+        before = Precision.now()
+        self._set()
+        try:
             yield
-    finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = cudnn
+        finally:
+            before._set()
+
+    def _set(self) -> None:
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+
+    def matters_to(self, gradients: dict[str, torch.Tensor | None]) -> bool:
+        """Whether a model with such parameters may compute in less than fp32: convolutions have weights of 3 dimensions
+        and more, and take TF32 unless told otherwise."""
+        convolutions = any(gradient is not None and gradient.dim() >= 3 for gradient in gradients.values())
+        return self.matmul != HIGHEST.matmul or (self.cudnn_tf32 and convolutions)
+
+
+HIGHEST = Precision("highest", False)
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Nothing runs compiled, the user's own compile included."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def random_state() -> list[object]:
+    """The states of all generators that a model may draw from: equal before and after a step that drew nothing."""
+    states: list[object] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+    if "numpy" in sys.modules:
+        states.append(repr(sys.modules["numpy"].random.get_state()))
+    return states
 
 
 def round_to(tensor: torch.Tensor, kind: str) -> torch.Tensor:

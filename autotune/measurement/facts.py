@@ -58,6 +58,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     step_seconds = first_seconds
     if first_seconds < LONGEST_STEP_SECONDS:
         _, step_seconds = _timed_step(training, window)
+    optimizer_variants, optimizer_fixed_reason = _optimizer_options(training, window)
     batch = to_device(window[0].data, training.parts.device)
     weight = training.last_weight
     _check_second_model(functions, training)
@@ -90,8 +91,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         block_class=blocks.class_name or None,
         blocks=blocks.names,
         optimizer_class=type(training.optimizer).__name__,
-        optimizer_variants=variants(training.optimizer, training.parts.device),
-        optimizer_fixed_reason=fixed_reason(training.optimizer),
+        optimizer_variants=optimizer_variants,
+        optimizer_fixed_reason=optimizer_fixed_reason,
         has_scheduler=training.scheduler is not None,
         has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
         has_dropout=any(
@@ -133,6 +134,14 @@ def _timed_step(training: Training, window: Window) -> tuple[float, float]:
     loss = training.step(window)
     synchronize(training.parts.device)
     return float(loss), time.perf_counter() - begin
+
+
+def _optimizer_options(training: Training, window: Window) -> tuple[tuple[str, ...], str | None]:
+    """What the optimizer can be switched to, seen while the parameters have gradients: sparse ones forbid some."""
+    training.accumulate(window)
+    options = variants(training.optimizer, training.parts.device), fixed_reason(training.optimizer)
+    training.update()
+    return options
 
 
 def _check_second_model(functions: UserFunctions, training: Training) -> None:

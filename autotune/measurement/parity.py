@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +12,7 @@ from torch import nn
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.measurement.clock import endless
-from autotune.measurement.determinism import dropout_off, highest_precision, round_to
+from autotune.measurement.determinism import HIGHEST, Precision, dropout_off, eager, random_state, round_to
 from autotune.measurement.gradients import Comparison, Gradients, compare
 from autotune.measurement.measure import PhaseReport, seed_everything
 from autotune.records import Conditions, ParityResult, TrialRequest
@@ -38,8 +36,7 @@ STEPS = 3
 """Windows: gradients and buffers are compared after the first, losses over all."""
 SCALER_TRIES = 25
 """Halvings of the loss scale that fp16 is given to reach a step that is not skipped."""
-STOCHASTIC_ERROR = 1e-5
-"""Two runs of the reference with different seeds that differ by more than this draw random numbers of their own."""
+NO_DIFFERENCE = Comparison(0.0, 1.0, None, 0.0)
 
 
 @dataclass
@@ -52,6 +49,8 @@ class Run:
     moved: float
     """Norm of the change of the parameters over the losses' steps."""
     skipped_all: bool = False
+    drew_random_numbers: bool = False
+    """In the first window, with dropout off."""
 
 
 def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> ParityResult:
@@ -115,17 +114,20 @@ class _Check:
 
     def result(self) -> ParityResult:
         self.phase("build")
-        candidate_windows = self._windows(
-            Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
-        )
-        reference_windows = self._reference_windows(candidate_windows)
+        seed_everything(0)
+        self.users_precision = Precision.now()
+        candidate_training = Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
+        candidate_windows = self._windows(candidate_training)
+        reference_windows = self._reference_windows(candidate_training.model, candidate_windows)
         self.phase("parity")
-        reference = self._reference_run(reference_windows, seed=1)
+        reference = self._reference_run(reference_windows, seed=1, precision=HIGHEST)
         if not all(math.isfinite(loss) for loss in reference.losses):
             return self._refused(reference, "the user's own step gives a loss that is not finite in fp32")
         floor = self._floor(reference, reference_windows)
         self.phase("compile")
-        candidate = self._candidate_run(candidate_windows)
+        candidate_training.model.load_state_dict(self.reference_weights)
+        with dropout_off(candidate_training.model):
+            candidate = _run(candidate_training, candidate_windows, 1)
         return self._verdict(reference, candidate, floor, candidate_windows)
 
     # --- the same samples for both ---
@@ -137,9 +139,8 @@ class _Check:
         source = endless(WindowLoader(counted(plain), training.parts.micro_batches_per_step))
         return [next(source) for _ in range(STEPS)]
 
-    def _reference_windows(self, candidate_windows: list[Window]) -> list[Window]:
+    def _reference_windows(self, model: nn.Module, candidate_windows: list[Window]) -> list[Window]:
         pieces = len(candidate_windows[0])
-        model = self.functions.model_fn()
         batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         loader, _ = as_loader(self.functions.data_fn())
         if batch_norm and pieces > 1:
@@ -155,8 +156,9 @@ class _Check:
     # --- runs ---
 
     def _reference_run(
-        self, windows: list[Window], *, seed: int, rounding: str | None = None, highest: bool = True
+        self, windows: list[Window], *, seed: int, precision: Precision, rounding: str | None = None
     ) -> Run:
+        """The user's program on the windows, eager, from the reference's weights, built anew: it may count its calls."""
         seed_everything(0)
         training = Training(self.functions, TrainingConfig({}), self.as_is)
         if not self.reference_weights:
@@ -171,34 +173,24 @@ class _Check:
                 [MicroBatch(item.samples, map_tensors(item.data, lambda t: round_to(t, rounding))) for item in window]
                 for window in windows
             ]
-        with ExitStack() as stack:
-            if highest:
-                stack.enter_context(highest_precision())
-            stack.enter_context(dropout_off(training.model))
+        with precision.applied(), eager(), dropout_off(training.model):
             return _run(training, windows, seed)
-
-    def _candidate_run(self, windows: list[Window]) -> Run:
-        seed_everything(0)
-        training = Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
-        training.model.load_state_dict(self.reference_weights)
-        with dropout_off(training.model):
-            return _run(training, windows, 1)
 
     def _floor(self, reference: Run, windows: list[Window]) -> Comparison:
         """The largest error that is no fault: rounding of weights and inputs, the user's own TF32, own random numbers."""
-        runs: list[Callable[[], Run]] = [lambda: self._reference_run(windows, seed=2)]
+        runs: list[Run] = []
+        first = windows[:1]
+        if reference.drew_random_numbers:
+            self.notes.append("the model draws random numbers of its own: how two seeds differ is part of the floor")
+            runs.append(self._reference_run(first, seed=2, precision=HIGHEST))
         runs += [
-            lambda kind=kind: self._reference_run(windows, seed=1, rounding=kind) for kind in sorted(self._roundings())
-        ]  # type: ignore[misc]
-        if self.conditions.device == "cuda":
-            runs.append(lambda: self._reference_run(windows, seed=1, highest=False))
-        comparisons = [compare(reference.gradients, run().gradients) for run in runs]
-        if STOCHASTIC_ERROR < comparisons[0].relative_error < math.inf:
-            self.notes.append(
-                "the model draws random numbers of its own: two seeds differ, and that is part of the floor"
-            )
+            self._reference_run(first, seed=1, precision=HIGHEST, rounding=kind) for kind in sorted(self._roundings())
+        ]
+        if self.conditions.device == "cuda" and self.users_precision.matters_to(reference.gradients):
+            runs.append(self._reference_run(first, seed=1, precision=self.users_precision))
+        comparisons = [compare(reference.gradients, run.gradients) for run in runs]
         usable = [item for item in comparisons if math.isfinite(item.relative_error)]
-        return max(usable, key=lambda item: item.relative_error)
+        return max(usable, key=lambda item: item.relative_error, default=NO_DIFFERENCE)
 
     def _roundings(self) -> set[str]:
         """The types that the candidate rounds to."""
@@ -313,9 +305,11 @@ def _run(training: Training, windows: list[Window], seed: int) -> Run:
     losses: list[float] = []
     gradients: Gradients = {}
     buffers: dict[str, torch.Tensor] = {}
-    skipped_all = False
+    skipped_all = drew = False
     for index, window in enumerate(windows):
+        state = random_state()
         loss = training.accumulate(window)
+        drew = drew or (index == 0 and random_state() != state)
         if training.scaler is not None and index == 0:
             loss, skipped_all = _past_overflow(training, window, loss)
         if index == 0:
@@ -327,7 +321,7 @@ def _run(training: Training, windows: list[Window], seed: int) -> Run:
         float((parameter.detach() - before[name]).float().square().sum())
         for name, parameter in training.model.named_parameters()
     )
-    return Run(gradients, buffers, losses, math.sqrt(moved), skipped_all)
+    return Run(gradients, buffers, losses, math.sqrt(moved), skipped_all, drew)
 
 
 def _past_overflow(training: Training, window: Window, loss: torch.Tensor) -> tuple[torch.Tensor, bool]:
