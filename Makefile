@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 # constraints.txt holds the versions that the tests ran with.
-INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint clean
 
