@@ -421,6 +421,8 @@ class Answer(Record):
     interval: tuple[float, float]
     weight_per_second: float | None = None
     speedup: Ratio
+    computes_the_same: bool = False
+    """Nothing that is computed differs from the baseline: only how batches are loaded."""
     confirmed_rounds: int
     """Fresh processes in which it was measured, interleaved with the baseline; 0 where time ran out."""
     peak_allocated_bytes: int

@@ -42,7 +42,9 @@ def main() -> int:
         workload = workload_from_target(arguments.target)
         used = gpu_used_bytes if machine.gpus else None
         pools = {
-            method: TrialPool(workload, made(Path(scratch) / method), warm_compiler=True, gpu_used_bytes=used, start_method=method)
+            method: TrialPool(
+                workload, made(Path(scratch) / method), warm_compiler=True, gpu_used_bytes=used, start_method=method
+            )
             for method in ("fork", "fresh")
         }
         for pool in pools.values():

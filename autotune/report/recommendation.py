@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune.config import TrainingConfig
 from autotune.quantities import format_bytes, format_duration, format_error, format_rate, format_ratio
-from autotune.records import Answer, Ceiling, ParityResult, Recommendation
+from autotune.records import Answer, Ceiling, Recommendation
 from autotune.report.document import (
     Block,
     Document,
@@ -31,7 +31,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         Sentence(recommendation.verdict, "plain" if recommendation.keep else "good"),
         _comparison(recommendation),
         Lines("How sure", _certainty(recommendation)),
-        Lines("Trains the same", _parity_lines(recommendation.best.parity, recommendation.keep)),
+        Lines("Trains the same", _parity_lines(recommendation.best, recommendation.keep)),
         *lines_if_any("Why", recommendation.best.reasons),
         *lines_if_any("Price", recommendation.best.prices),
         *_free_batch(recommendation),
@@ -122,9 +122,14 @@ def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
     return (f"{ratio}; measured again {times} in fresh processes{beside}",)
 
 
-def _parity_lines(parity: ParityResult | None, keep: bool) -> tuple[str, ...]:
+def _parity_lines(answer: Answer, keep: bool) -> tuple[str, ...]:
+    parity = answer.parity
+    if keep:
+        return ("nothing is changed",)
+    if answer.computes_the_same:
+        return ("yes: only how batches are loaded is changed, nothing that is computed",)
     if parity is None:
-        return ("nothing is changed" if keep else "not checked against your step in fp32",)
+        return ("not checked against your step in fp32",)
     checked = f"{parity.micro_batch_size} x {parity.micro_batches_per_step} samples"
     lines = [
         f"{'yes' if parity.passed else 'no'}: {parity.reason}",
@@ -153,7 +158,9 @@ def _free_batch(recommendation: Recommendation) -> Document:
     grid = _answer_grid(
         "Second answer, with the batch free", {"yours": recommendation.baseline, "batch free": answer}, recommendation
     )
-    unchecked = () if answer.parity is not None else ("not checked against your step in fp32",)
+    unchecked = (
+        () if answer.parity is not None or answer.computes_the_same else ("not checked against your step in fp32",)
+    )
     unconfirmed = () if answer.confirmed_rounds else ("not confirmed in fresh processes",)
     return grid, Lines("Price of the second answer", (_speedup_text(answer), *unconfirmed, *unchecked, *answer.prices))
 

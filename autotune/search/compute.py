@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autotune.advice.bottleneck import bottleneck
-from autotune.config import TrainingConfig, Value
+from autotune.config import Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
-from autotune.records import Ceiling, Stage, Trial
+from autotune.records import OUT_OF_MEMORY, Stage, Trial
 from autotune.search.session import WORTHWHILE_GAIN, Session
 
 PASSES = 2
@@ -43,7 +43,7 @@ def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
 
 def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple[str, Value]], stage: Stage) -> Trial:
     """The incumbent with the first of the knob's better-looking values that is worthwhile."""
-    for value in _hopeful(session, knob, incumbent.config):
+    for value in _hopeful(session, knob, incumbent):
         if (knob.name, value) in tried:
             continue
         candidate = incumbent.config.replace({knob.name: value})
@@ -59,16 +59,21 @@ def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple
     return incumbent
 
 
-def _hopeful(session: Session, knob: Knob, current: TrainingConfig) -> list[Value]:
-    """The values that the knob expects to beat its baseline, best first."""
-    hopeful: list[Value] = []
-    baseline = session.space.baseline[knob.name]
-    for value in knob.prior(session.facts):
-        if value == baseline:
-            break
-        if value in session.space.choices[knob.name] and value != current[knob.name]:
-            hopeful.append(value)
-    return hopeful[:MOST_VALUES_PER_KNOB]
+def _hopeful(session: Session, knob: Knob, current: Trial) -> list[Value]:
+    """The values that the knob expects to beat the one it has now, best first.
+
+    Where the step is still held back by what a value of this knob may cure, starting kernels or work of the host, the
+    rest of what beats the baseline is worth a trial too.
+    """
+    order = [value for value in knob.prior(session.facts) if value in session.space.choices[knob.name]]
+    own = current.config[knob.name]
+    better_than = own
+    assert current.measurement is not None
+    cause = bottleneck(current.measurement, device=session.facts.device, limit_bytes=session.memory_limit_bytes())
+    if cause in ("launch", "host") and cause in knob.cures:
+        better_than = session.space.baseline[knob.name]
+    hopeful = order[: order.index(better_than)] if better_than in order else order
+    return [value for value in hopeful if value != own][:MOST_VALUES_PER_KNOB]
 
 
 def _better(session: Session, trial: Trial, incumbent: Trial) -> bool:
@@ -80,14 +85,17 @@ def _better(session: Session, trial: Trial, incumbent: Trial) -> bool:
 # --- the batch --------------------------------------------------------------------------------------------------------
 
 
-def search_batch(session: Session, incumbent: Trial, ceiling: Ceiling, stage: Stage, *, free: bool) -> Trial:
-    """Larger micro-batches, doubled until another doubling is not worthwhile or the ceiling is reached.
+def search_batch(session: Session, incumbent: Trial, stage: Stage, *, free: bool) -> Trial:
+    """Larger micro-batches, doubled until another doubling is not worthwhile or does not fit.
+
+    A size that does not fit ends its trial and is remembered, so no probes are spent on where exactly the end is: speed
+    saturates long before, or the end is met by the doubling.
 
     With `free` the effective batch may grow; otherwise only up to the held one. With the memory objective the batch is
     halved instead, as long as the peak falls.
     """
     space = session.space
-    sizes = [size for size in space.batch_sizes if _reachable(session, size, ceiling, free)]
+    sizes = [size for size in space.batch_sizes if _reachable(session, size, free)]
     current = space.micro_batch(incumbent.config)
     smaller_wanted = session.settings.objective == "memory"
     path = (
@@ -96,23 +104,37 @@ def search_batch(session: Session, incumbent: Trial, ceiling: Ceiling, stage: St
     best, last_tried = incumbent, current
     for size in path:
         doubled = size <= last_tried / 2 if smaller_wanted else size >= 2 * last_tried
-        if not doubled and size not in (path[-1], ceiling.largest_batch_size):
+        if not doubled and size != path[-1]:
             continue
         candidate = best.config.replace({space.batch_name: size})
         if session.obstacle(candidate) is not None:
             continue
         if not session.affords(candidate):
             break
-        last_tried = size
         trial = session.measure(candidate, stage)
+        if trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY:
+            return _halfway(session, best, size, stage)
+        last_tried = size
         if not _better(session, trial, best):
             break
         best = trial
     return best
 
 
-def _reachable(session: Session, size: int, ceiling: Ceiling, free: bool) -> bool:
+def _halfway(session: Session, best: Trial, too_large: int, stage: Stage) -> Trial:
+    """After a doubling that did not fit: the largest known size below it that may."""
+    space = session.space
+    current = space.micro_batch(best.config)
+    between = [size for size in space.batch_sizes if current < size < too_large]
+    for size in reversed(between[-2:]):
+        candidate = best.config.replace({space.batch_name: size})
+        if session.obstacle(candidate) is None and session.affords(candidate):
+            trial = session.measure(candidate, stage)
+            if _better(session, trial, best):
+                return trial
+    return best
+
+
+def _reachable(session: Session, size: int, free: bool) -> bool:
     held = session.settings.conditions.global_batch_size
-    if ceiling.largest_batch_size is None or size > ceiling.largest_batch_size:
-        return False
     return free or held is None or size <= held

@@ -12,6 +12,8 @@ MOST_FINALISTS = 2
 MOST_ROUNDS = 6
 NEAR_BEST = 0.93
 """A configuration slower than this share of the best in its first measurement is no finalist."""
+ALIKE = 1.01
+"""First measurements this close to the best are no better and no worse than it."""
 LARGEST_RESERVE = 0.45
 """Share of the budget that the confirmation may keep for itself."""
 FEWEST_SOAK_SECONDS = 5.0
@@ -69,7 +71,7 @@ def _finalists(session: Session, *, free: bool) -> list[TrainingConfig]:
     if not candidates:
         return found
     base = session.baseline_trial()
-    for trial in candidates:
+    for trial in _simpler_first(session, candidates):
         if len(found) == MOST_FINALISTS or (found and session.score(trial) < NEAR_BEST * session.score(candidates[0])):
             break
         if trial.config == session.baseline or (base is not None and session.score(trial) <= session.score(base)):
@@ -77,6 +79,17 @@ def _finalists(session: Session, *, free: bool) -> list[TrainingConfig]:
         if _trains_the_same(session, trial):
             found.append(trial.config)
     return found
+
+
+def _simpler_first(session: Session, candidates: list[Trial]) -> list[Trial]:
+    """Best first, but what is as good as the best, as far as one measurement tells, ordered by how simple it is.
+
+    Only the simplest of those is kept: the others could win by noise alone.
+    """
+    top = session.score(candidates[0])
+    alike = [trial for trial in candidates if session.score(trial) * ALIKE >= top]
+    simplest = min(alike, key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
+    return [simplest, *(trial for trial in candidates if trial not in alike)]
 
 
 def _trains_the_same(session: Session, trial: Trial) -> bool:

@@ -12,6 +12,7 @@ from autotune.advice.reasons import prices, reasons
 from autotune.config import TrainingConfig
 from autotune.knobs.base import Knob
 from autotune.records import (
+    OUT_OF_MEMORY,
     Answer,
     Ceiling,
     Failure,
@@ -81,11 +82,11 @@ def recommend(evidence: Evidence) -> Recommendation:
         best=answers.explained(best, baseline, cause, cause_measurement),
         free_batch=answers.explained(free, baseline, cause, cause_measurement) if free is not None else None,
         bottleneck=cause,
-        ceilings=evidence.ceilings,
+        ceilings=_ceilings(evidence, [evidence.baseline, best.config, freer.config]),
         trial_count=sum(trial.round is None for trial in evidence.trials),
         failure_counts=dict(Counter(trial.failure.kind for trial in evidence.trials if trial.failure is not None)),
         rejected=_rejected(evidence, baseline),
-        warnings=(*_growth(cause_measurement), *evidence.warnings),
+        warnings=(*_growth(cause_measurement), *answers.cached(best.config), *evidence.warnings),
         search_seconds=evidence.search_seconds,
         autotune_version=evidence.autotune_version,
     )
@@ -169,6 +170,7 @@ class _Answers:
             interval=interval,
             weight_per_second=sum(weights) / len(weights) if weights else None,
             speedup=self._speedup(config),
+            computes_the_same=evidence.space.numerics_key(config) == evidence.space.numerics_key(evidence.baseline),
             confirmed_rounds=len(confirmations),
             peak_allocated_bytes=max(one.memory.peak_allocated_bytes for one in measurements),
             reserved_bytes=max(reserved, default=None),
@@ -217,6 +219,15 @@ class _Answers:
             }
         )
 
+    def cached(self, config: TrainingConfig) -> tuple[str, ...]:
+        """The warning where every compilation of it was found in the compiler's cache."""
+        own = [t.measurement for t in self.trials_of(config, rounds=False) + self.trials_of(config, rounds=True)]
+        if all(one is not None and one.compile_was_cached for one in own):
+            return (
+                "the compiler's output was in its cache: where it is not, the first step takes longer than is told",
+            )
+        return ()
+
     def with_hours(self, answer: Answer, compile_seconds: float) -> Answer:
         """The answer with the hours that the whole training takes, where the user said how long it is."""
         samples = self.evidence.settings.train_samples
@@ -244,6 +255,36 @@ def _joint_rate(measurements: Sequence[Measurement]) -> tuple[float, tuple[float
     if len(measurements) == 1:
         return measurements[0].samples_per_second, measurements[0].interval
     return rate([sum(one.blocks.samples) for one in measurements], [sum(one.blocks.seconds) for one in measurements])
+
+
+def _ceilings(evidence: Evidence, configs: Sequence[TrainingConfig]) -> tuple[Ceiling, ...]:
+    """Those that probes found, and for the other classes that are told of, what their trials ran."""
+    space = evidence.space
+    found = {tuple(ceiling.memory_class.items()): ceiling for ceiling in evidence.ceilings}
+    for config in configs:
+        memory_class = space.memory_class(config)
+        if memory_class in found:
+            continue
+        alike = [trial for trial in evidence.trials if space.memory_class(trial.config) == memory_class]
+        ran = {
+            space.micro_batch(t.config): t.measurement for t in alike if t.failure is None and t.measurement is not None
+        }
+        failed = [t for t in alike if t.failure is not None and t.failure.kind in OUT_OF_MEMORY]
+        smallest = min(failed, key=lambda trial: space.micro_batch(trial.config), default=None)
+        largest = max(ran, default=None)
+        measurement = ran[largest] if largest is not None else None
+        found[memory_class] = Ceiling(
+            memory_class=dict(memory_class),
+            largest_batch_size=largest,
+            smallest_failed_batch_size=space.micro_batch(smallest.config) if smallest is not None else None,
+            failure_kind=smallest.failure.kind if smallest is not None and smallest.failure is not None else None,
+            peak_allocated_bytes=measurement.memory.peak_allocated_bytes if measurement is not None else None,
+            bytes_per_sample=None,
+            probes=0,
+            out_of_memory_count=len(failed),
+            stopped_because="the search tried no larger one; `autotune memory` finds the end",
+        )
+    return tuple(found.values())
 
 
 def _verdict(evidence: Evidence, best: Answer, baseline: Answer, keep: bool) -> str:

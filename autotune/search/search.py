@@ -36,7 +36,9 @@ class Search:
         start = self._start(self._baseline)
         session.budget.reserved_seconds = reserve_seconds(session)
         self._first_ceilings(start)
-        leader = search_compute(session, start)
+        # A loader that holds the step back is cured first: it is cheap, and what follows is measured with it.
+        leader = search_loader(session, start)
+        leader = search_compute(session, leader)
         session.budget.reserved_seconds = reserve_seconds(session)
         leader = self._batch(leader)
         session.budget.reserved_seconds = reserve_seconds(session)
@@ -49,7 +51,7 @@ class Search:
     def _first_ceilings(self, start: Trial) -> None:
         """How far the user's program goes, and what saving memory would bring, where that is cheap beside the budget.
 
-        Dear ceilings are left to the batch stage, which needs that of the leading configuration only.
+        Where that is dear, the sizes that trials ran are what is told; `autotune memory` finds the ends.
         """
         session = self.session
         seconds = self._ceiling_seconds(start)
@@ -112,7 +114,7 @@ class Search:
             return leader
         if not session.affords(leader.config):
             return leader
-        return search_batch(session, leader, self.ceiling(leader.config), "compute", free=held is None)
+        return search_batch(session, leader, "compute", free=held is None)
 
     def _free_batch(self, leader: Trial) -> None:
         """The second answer: the leader's settings with a batch above the held one."""
@@ -121,4 +123,4 @@ class Search:
         if held is None or session.settings.objective == "memory" or len(session.space.batch_sizes) < 2:
             return
         if session.affords(leader.config):
-            search_batch(session, leader, self.ceiling(leader.config), "explore", free=True)
+            search_batch(session, leader, "explore", free=True)

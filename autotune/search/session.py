@@ -184,16 +184,20 @@ class Session:
         self.study.replace(new)
 
     def _with_parity(self, trial: Trial) -> Trial:
-        """A trial that would lead is checked before it leads: what is fast and wrong must not draw the search after it."""
+        """A trial that would lead is checked before it leads: what is fast and wrong must not draw the search after it.
+
+        One check for each way to compute a gradient is enough here; finalists are checked as they are.
+        """
+        if trial.failure is not None or self.baseline is None:
+            return trial
         best = self.best()
-        leads = (
-            trial.failure is None
-            and self.baseline is not None
-            and trial.config != self.baseline
-            and self.numerics_key(trial.config) != self.numerics_key(self.baseline)
-            and (best is None or self.score(trial) > self.score(best))
-        )
-        if not leads:
+        known = {self._gradient_key(self.baseline)} | {
+            self._gradient_key(other.config)
+            for other in self.trials
+            if other.parity is not None and other.parity.passed
+        }
+        behind = best is not None and self.compute_score(trial) <= self.compute_score(best)
+        if behind or self._gradient_key(trial.config) in known:
             return trial
         result = self.parity(trial.config)
         if isinstance(result, Failure):
@@ -202,6 +206,11 @@ class Session:
             return trial.model_copy(update={"parity": result})
         failure = Failure(kind="numerics", phase="parity", message=result.reason)
         return trial.model_copy(update={"parity": result, "failure": failure})
+
+    def _gradient_key(self, config: TrainingConfig) -> tuple[object, ...]:
+        """Equal for configurations whose gradients come about in the same way: precision, recomputation, compilation, and
+        as many micro-batches a step."""
+        return (*self.space.memory_class(config), self.space.micro_batches(config))
 
     def _unfit(self, measurement: Measurement | None) -> Failure | None:
         """A configuration that ran but thrashes, or did not leave the margin, does not count as fitting."""
