@@ -1,0 +1,115 @@
+"""What only a real GPU shows: memory marks, poisoned contexts, memory that comes back, precision and compile modes."""
+
+import pytest
+
+from autotune.machine import GpuWatch, gpu_used_bytes
+from tests.gpu.programs import KEPT_BYTES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def network(program):
+    return program("classification_loss", "network_model", "network_data", compiles=True)
+
+
+@pytest.fixture(scope="module")
+def perceptron(program):
+    return program("regression_loss", compiles=True)
+
+
+@pytest.fixture(scope="module")
+def keeping(program):
+    return program("regression_loss", "keeping_model", "keeping_data")
+
+
+def test_machine_facts_show_the_gpu(network):
+    (gpu,) = network.facts.machine.gpus[:1]
+    assert gpu.total_bytes > 2**33
+    assert gpu.compute_capability is not None
+    assert network.facts.machine.driver_version
+    with GpuWatch() as watch:
+        assert watch.notes() == ()
+
+
+def test_a_measurement_has_all_marks(network):
+    measurement = network.run("measure").measurement
+    memory = measurement.memory
+    assert 0 < memory.allocated_after_forward_bytes < memory.peak_forward_backward_bytes
+    assert 0 < memory.peak_optimizer_step_bytes <= memory.peak_allocated_bytes
+    assert memory.peak_allocated_bytes <= memory.reserved_bytes <= memory.driver_used_bytes
+    assert memory.allocator_retries == 0
+    assert measurement.resident_samples_per_second > 0
+    assert 0 <= measurement.device_lag_share <= 1
+    assert measurement.start_method == "fork"
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_honest_precision_passes_parity_on_convolutions_with_batch_norm(network, precision):
+    result = network.run("parity", {"precision": precision}).parity
+    assert result.passed, result.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compile_mode": "default"},
+        {"compile_mode": "default", "compile_scope": "step", "precision": "bf16"},
+        {"activation_checkpointing": "all"},
+        {"optimizer_impl": "fused", "pin_memory": True, "num_workers": 2},
+        {"batch_size": 32},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_knobs_run_and_train_the_same(network, changes):
+    measured = network.run("measure", changes)
+    assert measured.failure is None
+    result = network.run("parity", changes).parity
+    assert result.passed, result.reason
+
+
+def test_cuda_graphs_run_and_train_the_same(perceptron):
+    changes = {"compile_mode": "reduce-overhead", "compile_scope": "step"}
+    measured = perceptron.run("measure", changes)
+    assert measured.failure is None
+    assert measured.measurement.compiled_graphs > 0
+    assert perceptron.run("parity", changes).parity.passed
+
+
+def test_allocated_bytes_are_affine_with_the_true_slope(keeping):
+    peaks = {
+        size: keeping.run("memory", {"batch_size": size}).memory.memory.peak_allocated_bytes for size in (8, 32, 64)
+    }
+    slope = (peaks[64] - peaks[32]) / 32
+    assert slope == pytest.approx(4 * KEPT_BYTES, rel=0.02)
+    assert peaks[8] == pytest.approx(peaks[64] - 56 * slope, rel=0.02)
+
+
+def test_a_memory_limit_makes_the_card_smaller(keeping):
+    answer = keeping.run("memory", {"batch_size": 64}, memory_limit_bytes=2 * 2**30)
+    assert answer.failure.kind == "device_oom"
+    assert keeping.run("memory", {"batch_size": 16}, memory_limit_bytes=2 * 2**30).memory.fits
+
+
+def test_a_device_assertion_poisons_one_trial_only(program):
+    poisoned = program("out_of_range_loss")
+    answer = poisoned.run("measure", {"batch_size": 128})
+    assert answer.failure.kind == "cuda_error"
+    assert poisoned.run("measure").failure is None
+
+
+def test_memory_is_back_after_a_kill_in_the_middle_of_a_step(program, perceptron):
+    before = gpu_used_bytes()
+    killed = perceptron.pool  # another program's pool stays open beside it
+    assert killed is not None
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        program("dying_loss")
+    assert gpu_used_bytes() <= before + 64 * MIB
+
+
+def test_cuda_at_import_means_a_fresh_interpreter_for_each_trial(program):
+    early = program("loss_fn", "model_fn", "data_fn", module="tests.gpu.cuda_at_import")
+    assert any("CUDA" in note for note in early.pool.notes)
+    assert early.run("measure").measurement.start_method == "fresh"
