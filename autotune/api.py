@@ -35,7 +35,7 @@ from autotune.records import (
     WorkloadFacts,
 )
 from autotune.result import TuningResult, load
-from autotune.search.baseline import baseline_error
+from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
 from autotune.search.memory import find_ceiling
 from autotune.search.recommend import Evidence, recommend
@@ -374,10 +374,7 @@ def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, optio
 
 def _raise_failure(failure: Failure) -> NoReturn:
     if failure.kind in ("user_error", "numerics"):
-        detail = failure.detail
-        if failure.output_path and not detail:
-            detail = f"what it printed: {failure.output_path}"
-        raise UserError(failure.message, detail)
+        raise UserError(failure.message, told_beside(failure))
     raise baseline_error(failure)
 
 

@@ -12,14 +12,18 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from autotune.errors import WorkloadError
 from autotune.records import WorkloadReference
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 ROLES = ("model_fn", "data_fn", "loss_fn", "optimizer_fn", "scheduler_fn")
 REQUIRED_ROLES = ("model_fn", "data_fn")
@@ -230,13 +234,20 @@ def load_functions(workload: Workload) -> UserFunctions:
     return UserFunctions(**found)
 
 
+class _LeavingNothing(SourceFileLoader):
+    """Writes no bytecode beside the file, just as `python FILE.py` writes none."""
+
+    def set_data(self, path: str, data: ReadableBuffer, *, _mode: int = 0o666) -> None:
+        pass
+
+
 def _import_file(path: Path) -> ModuleType:
     name = (
         path.stem
         if path.stem.isidentifier() and path.stem not in sys.modules
         else f"autotune_user_{_hash_text(str(path))}"
     )
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_LeavingNothing(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -89,7 +89,7 @@ def classify(error: BaseException, phase: Phase) -> Failure:
         if isinstance(link, TrialFailure):
             return Failure(kind=link.kind, phase=phase, message=link.message, detail=_detail_of(link))
         if isinstance(link, UserError):
-            return Failure(kind="user_error", phase=phase, message=str(link), detail=link.detail)
+            return Failure(kind="user_error", phase=phase, message=str(link), detail=_detail_of(link))
     for link in links:
         failure = _named_failure(link, origin_of(link), phase)
         if failure is not None:
@@ -265,10 +265,12 @@ def _user_message(error: BaseException, origin: Origin) -> str:
     return f"{shown}{where}"
 
 
-def _detail_of(error: TrialFailure) -> str:
+def _detail_of(error: TrialFailure | UserError) -> str:
+    """Its own, or the user's frames in what it was raised from."""
     if error.detail or error.__cause__ is None:
         return error.detail
-    return origin_of(error.__cause__).detail
+    origin = origin_of(error.__cause__)
+    return origin.detail if origin.frames or isinstance(error, TrialFailure) else ""
 
 
 def _first_line(text: str) -> str:

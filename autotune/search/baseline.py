@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from autotune.config import TrainingConfig
 from autotune.errors import UserError
 from autotune.records import OUT_OF_MEMORY, Failure, Trial
@@ -29,13 +31,19 @@ def run_baseline(session: Session) -> Trial:
 
 def baseline_error(failure: Failure) -> UserError:
     """What to tell a person whose own program does not run."""
-    detail = failure.detail
-    if failure.output_path:
-        detail = f"{detail}\nwhat it printed: {failure.output_path}".strip()
     kind = failure.kind if failure.signal is None else f"{failure.kind}, {failure.signal}"
     return UserError(
-        f"your own program does not run as it is ({kind}, in phase {failure.phase}): {failure.message}", detail
+        f"your own program does not run as it is ({kind}, in phase {failure.phase}): {failure.message}",
+        told_beside(failure),
     )
+
+
+def told_beside(failure: Failure) -> str:
+    """The user's own frames, and where to read what the trial printed, if it printed anything."""
+    lines = [failure.detail] if failure.detail else []
+    if failure.output_path is not None and os.path.getsize(failure.output_path):
+        lines.append(f"what it printed: {failure.output_path}")
+    return "\n".join(lines)
 
 
 def _smaller_reference(session: Session, config: TrainingConfig, failure: Failure) -> tuple[TrainingConfig, Trial]:
