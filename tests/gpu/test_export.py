@@ -36,12 +36,10 @@ def test_a_search_on_the_gpu_ends_with_a_script_that_runs(tmp_path):
     )
     script = tmp_path / "plain.py"
     script.write_text(exported.stdout)
-    assert (
-        "autotune"
-        not in exported.stdout.replace("Made by autotune", "").replace("made by autotune", "").split('"""')[-1]
-    )
+    assert "import autotune" not in exported.stdout
+    assert "from autotune" not in exported.stdout
     finished = subprocess.run(
-        [sys.executable, "-c", "import plain, itertools; print(*itertools.islice(plain.train(), 3))"],
+        [sys.executable, "-c", "import plain; print(*(float(loss) for _, loss in zip(range(3), plain.train())))"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
