@@ -22,6 +22,7 @@ from autotune.options import CheckReport, MemoryReport, RefusedValue, SearchOpti
 from autotune.processes.pool import TrialPool
 from autotune.quantities import parse_duration, parse_size
 from autotune.records import (
+    OUT_OF_MEMORY,
     Conditions,
     Failure,
     MachineFacts,
@@ -51,6 +52,8 @@ __all__ = ["check", "fit", "load", "memory", "open_study", "search"]
 RESULT_NAME = "best.json"
 FEWEST_TRIALS = 3
 """A budget must hold so many measurements of the baseline, or there is no time to find and confirm anything."""
+SMALL_BATCHES = (2, 1)
+"""A program whose own batch does not fit is looked at with so many samples; BatchNorm wants two."""
 LARGEST_BATCH = {"cuda": (256, 4096), "cpu": (32, 256)}
 """No micro-batch above so many times the user's own, or above that number if it is larger, is tried."""
 
@@ -352,7 +355,11 @@ def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, optio
     """Asks a child for the workload's facts. Raises `UserError` where the user's program does not run."""
     seconds = max(60.0, options.budget_seconds / 3)
     timeouts = PhaseTimeouts(build_seconds=seconds, compile_seconds=seconds, measure_seconds=seconds)
-    answer = pool.run(TrialRequest(kind="facts", config=TrainingConfig({}), conditions=conditions, timeouts=timeouts))
+    request = TrialRequest(kind="facts", config=TrainingConfig({}), conditions=conditions, timeouts=timeouts)
+    for batch_size in (None, *SMALL_BATCHES):
+        answer = pool.run(request.model_copy(update={"facts_batch_size": batch_size}))
+        if answer.failure is None or answer.failure.kind not in OUT_OF_MEMORY:
+            break
     if answer.failure is not None:
         _raise_failure(answer.failure)
     assert answer.facts is not None

@@ -183,6 +183,8 @@ class TrialRequest(Record):
     conditions: Conditions
     blocks: tuple[str, ...] = ()
     """Module names of the repeated blocks, from the facts."""
+    facts_batch_size: int | None = None
+    """For `facts`: read them in a step of so many samples, where the user's own batch does not fit."""
     block_seconds: float = 0.3
     minimum_blocks: int = 3
     maximum_blocks: int = 12

@@ -21,11 +21,18 @@ from autotune.measurement.measure import PhaseReport, seed_everything
 from autotune.records import TrialRequest, WorkloadFacts
 from autotune.surgery.batches import byte_count, describe, to_device
 from autotune.surgery.blocks import Blocks, find_blocks
-from autotune.surgery.loaders import as_loader, batch_fixed_reason, dataset_length, workers_fixed_reason
+from autotune.surgery.loaders import (
+    as_loader,
+    batch_fixed_reason,
+    counted,
+    dataset_length,
+    rebuilt,
+    workers_fixed_reason,
+)
 from autotune.surgery.optimizers import fixed_reason, variants
 from autotune.training.losses import describe_convention
 from autotune.training.training import Training
-from autotune.training.windows import Window
+from autotune.training.windows import Window, WindowLoader
 from autotune.workload import UserFunctions
 
 LONGEST_STEP_SECONDS = 20.0
@@ -46,7 +53,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     training = Training(functions, TrainingConfig({}), conditions)
     model = training.model
     phase("compile")
-    window = next(endless(training.loader))
+    window = _first_window(training, request.facts_batch_size)
     loss, first_seconds = _timed_step(training, window)
     if not math.isfinite(loss):
         raise TrialFailure(
@@ -103,7 +110,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         loss_weighted=weight is not None,
         first_loss=loss,
         process_settings=process_settings(),
-        step_seconds=step_seconds,
+        step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
         fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention),
     )
 
@@ -127,6 +134,15 @@ def _check_no_arguments(role: str, function: Callable[..., Any]) -> None:
             f"{role} is called without arguments, but {name}{signature} needs {', '.join(needed)}; give it a default, or "
             f"pass functools.partial({name}, {needed[0]}=...)"
         )
+
+
+def _first_window(training: Training, batch_size: int | None) -> Window:
+    """The user's first batch, or one of another size where the loader can make it."""
+    loader = training.loader.loader
+    if batch_size is None or batch_fixed_reason(loader) is not None:
+        return next(endless(training.loader))
+    smaller = rebuilt(loader, {"batch_size": batch_size})
+    return next(endless(WindowLoader(counted(smaller), 1)))
 
 
 def _timed_step(training: Training, window: Window) -> tuple[float, float]:

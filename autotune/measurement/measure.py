@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ RESIDENT_WINDOWS = 4
 """Different real batches that resident steps go round, so that no cache holds the only one."""
 RESIDENT_BYTES = 2 * 2**30
 """At most so much of the device is taken by them."""
+SLOW_STEP_SECONDS = 0.5
+"""Steps that take longer are timed once where fast ones are timed five times: their spread is small beside them."""
+
 PhaseReport = Callable[[Phase], None]
 
 
@@ -96,6 +100,8 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     result_blocks = clock.blocks()
     value, interval = rate(result_blocks.samples, result_blocks.seconds)
     counts = compile_counts()
+    if request.measure_resident:
+        phase("measure")  # again: what follows has its own time
     resident = _Resident(running, request) if request.measure_resident else None
     training = running.training
     return Measurement(
@@ -211,8 +217,11 @@ class _Resident:
         self.clock = BlockClock(self.device)
         self.clock.run(self._step, request.block_seconds / 2)
         self.clock.forget()
+        begin = time.perf_counter()
         for _ in range(request.minimum_blocks):
             self.clock.run(self._step, request.block_seconds)
+            if time.perf_counter() - begin > 0.3 * request.timeouts.measure_seconds:
+                break
         dropped = 1
         blocks = self.clock.blocks(dropped)
         self.samples_per_second = rate(blocks.samples, blocks.seconds)[0]
@@ -242,7 +251,8 @@ class _Resident:
         """The optimizer's share of a step, and how far the device lags behind the CPU at its end."""
         training = self.running.training
         update_seconds, total_seconds, lag_seconds = [], [], []
-        for index in range(5):
+        repeats = 5 if self.clock.seconds[-1] / self.clock.steps[-1] < SLOW_STEP_SECONDS else 1
+        for index in range(repeats):
             window = self.windows[index % len(self.windows)]
             synchronize(self.device)
             begin = time.perf_counter()
@@ -258,10 +268,10 @@ class _Resident:
             synchronize(self.device)
             total_seconds.append(time.perf_counter() - begin)
             lag_seconds.append(time.perf_counter() - queued)
-        update = sorted(update_seconds)[2]
+        update = statistics.median(update_seconds)
         if self.device.type == "cpu":
             return update, None
-        return update, sorted(lag_seconds)[2] / sorted(total_seconds)[2]
+        return update, statistics.median(lag_seconds) / statistics.median(total_seconds)
 
 
 def _device_bytes(window: Window) -> int:

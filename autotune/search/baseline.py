@@ -57,10 +57,9 @@ def _smaller_reference(session: Session, config: TrainingConfig, failure: Failur
             "Use a smaller model, or a larger card"
         )
     smaller = config.replace({session.space.batch_name: ceiling.largest_batch_size})
-    warning = (
-        f"your batch of {size} does not fit here; the reference is a micro-batch of {ceiling.largest_batch_size} with "
-        "gradients accumulated to the same batch"
-    )
+    same_batch = session.settings.conditions.global_batch_size is not None
+    how = "gradients accumulated to the same batch" if same_batch else "a smaller effective batch, since none is held"
+    warning = f"a batch of {size} does not fit here; the reference is a micro-batch of {ceiling.largest_batch_size} with {how}"
     session.warnings.append(warning)
     session.watcher.note(warning)
     return smaller, session.measure(smaller, "baseline")

@@ -33,6 +33,9 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
         margin=session.settings.conditions.memory_margin,
         allowed=allowed,
     )
+    known = session.smallest_out_of_memory(config)
+    if known is not None:
+        search.tell(known, fits=False, peak_allocated_bytes=None, affine=False)
     kinds: dict[int, FailureKind] = {}
     peaks: dict[int, int] = {}
     stopped = ""

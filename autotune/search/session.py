@@ -98,7 +98,7 @@ class Session:
         conflict = self.space.conflict(config)
         if conflict is not None:
             return conflict
-        too_large = self._smallest_out_of_memory(config)
+        too_large = self.smallest_out_of_memory(config)
         size = self.space.micro_batch(config)
         if too_large is not None and size >= too_large:
             return f"batch {too_large} ran out of memory with the same memory settings"
@@ -107,7 +107,8 @@ class Session:
             return blamed
         return None
 
-    def _smallest_out_of_memory(self, config: TrainingConfig) -> int | None:
+    def smallest_out_of_memory(self, config: TrainingConfig) -> int | None:
+        """The smallest micro-batch that ran out of memory in a trial of the configuration's memory class."""
         memory_class = self.space.memory_class(config)
         failed = [
             self.space.micro_batch(trial.config)

@@ -1,0 +1,110 @@
+"""Recomputes every figure of the README from the files in `benchmarks/results/`.
+
+    python benchmarks/figures.py                    prints the block
+    python benchmarks/figures.py --write README.md  puts it between the README's markers
+    python benchmarks/figures.py --check README.md  exit code 1 where the README says something else
+
+Rates and ratios are computed anew from the raw blocks of the confirmation, not copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from autotune.stats import rate, ratio
+
+RESULTS = Path(__file__).parent / "results" / "h200"
+BEGIN, END = "<!-- figures: begin (benchmarks/figures.py) -->", "<!-- figures: end -->"
+TOKENS_PER_SAMPLE = 1024
+"""Of examples/gpt2.py."""
+GIB = 2**30
+
+
+def main() -> int:
+    """Prints, writes or checks the block."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--check", type=Path)
+    arguments = parser.parse_args()
+    block = figures()
+    if arguments.write:
+        arguments.write.write_text(replaced(arguments.write.read_text(), block))
+    elif arguments.check:
+        return int(replaced(arguments.check.read_text(), block) != arguments.check.read_text())
+    else:
+        print(block)
+    return 0
+
+
+def replaced(text: str, block: str) -> str:
+    """The text with the block between its markers."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+
+
+def figures() -> str:
+    """Everything that the README says of the H200, as Markdown."""
+    searches = [load("gpt2"), load("gpt2_16gib")]
+    starts = load("trial_start")["seconds_to_first_step"]
+    fork, fresh = statistics.median(starts["fork"]), statistics.median(starts["fresh"])
+    machine = searches[0]["machine"]
+    lines = [
+        f"On one {machine['gpus'][0]['name']}, torch {machine['torch_version'].split('+')[0]}, GPT-2 124M "
+        "(`examples/gpt2.py`, 1,024 tokens a sample):",
+        "",
+        "| search | yours, tokens/s | recommended, tokens/s | times the speed (95 %) | peak memory, GiB | search took |",
+        "|---|---|---|---|---|---|",
+        *(row(search) for search in searches),
+        "",
+        *(f"- `{search['command']}` recommends {changes(search)}" for search in searches),
+        f"- From the start of a trial's process to the end of its first step: {fork:.1f} s forked, {fresh:.1f} s in a "
+        f"fresh interpreter (median of {len(starts['fork'])}).",
+    ]
+    return "\n".join(lines)
+
+
+def load(name: str) -> dict[str, Any]:
+    """One result file."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
+
+
+def row(search: dict[str, Any]) -> str:
+    """One search as a line of the table."""
+    yours, recommended = search["baseline"], search["recommended"]
+    value, (low, high) = ratio(round_rates(recommended), round_rates(yours))
+    return (
+        f"| `{search['name']}` | {tokens(yours):,.0f} | {tokens(recommended):,.0f} | {value:.2f} ({low:.2f} to {high:.2f}) "
+        f"| {yours['peak_allocated_bytes'] / GIB:.1f} → {recommended['peak_allocated_bytes'] / GIB:.1f} "
+        f"| {search['search_seconds'] / 60:.1f} min |"
+    )
+
+
+def round_rates(answer: dict[str, Any]) -> list[float]:
+    """Samples per second of each confirmation round."""
+    rounds = zip(answer["block_samples"], answer["block_seconds"], strict=True)
+    return [sum(samples) / sum(seconds) for samples, seconds in rounds]
+
+
+def tokens(answer: dict[str, Any]) -> float:
+    """Tokens per second over all confirmation rounds."""
+    samples = [sum(one) for one in answer["block_samples"]]
+    seconds = [sum(one) for one in answer["block_seconds"]]
+    return TOKENS_PER_SAMPLE * rate(samples, seconds)[0]
+
+
+def changes(search: dict[str, Any]) -> str:
+    """The knobs in which the recommendation differs from the baseline."""
+    before, after = search["baseline"]["config"], search["recommended"]["config"]
+    differing = [f"{name}={value}" for name, value in after.items() if before[name] != value]
+    return ", ".join(f"`{text}`" for text in differing) or "to keep everything"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
