@@ -59,7 +59,8 @@ def _smaller_reference(session: Session, config: TrainingConfig, failure: Failur
     smaller = config.replace({session.space.batch_name: ceiling.largest_batch_size})
     same_batch = session.settings.conditions.global_batch_size is not None
     how = "gradients accumulated to the same batch" if same_batch else "a smaller effective batch, since none is held"
-    warning = f"a batch of {size} does not fit here; the reference is a micro-batch of {ceiling.largest_batch_size} with {how}"
+    largest = ceiling.largest_batch_size
+    warning = f"a batch of {size} does not fit here; the reference is a micro-batch of {largest}, with {how}"
     session.warnings.append(warning)
     session.watcher.note(warning)
     return smaller, session.measure(smaller, "baseline")
