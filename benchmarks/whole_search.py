@@ -2,7 +2,8 @@
 
     python benchmarks/whole_search.py NAME TARGET [--out DIR] [--study DIR] [-- OPTIONS OF autotune search]
 
-The file is `DIR/NAME.json`; the directory defaults to `benchmarks/results`. The compiler's caches are emptied first, so
+Beside `DIR/NAME.json` (DIR defaults to `benchmarks/results`) it leaves the study, `NAME.study.db`, and every answer of a
+trial process, `NAME.jsonl`, from which `ReplayBackend` answers. The compiler's caches are emptied first, so
 that compile seconds are those of a first run.
 """
 
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.api import open_study
-from autotune.records import Answer, Trial
+from autotune.config import TrainingConfig
+from autotune.processes.replay import RecordedTrial, write_trials
+from autotune.records import Answer, Trial, TrialAnswer
 
 
 def main() -> int:
@@ -48,6 +51,8 @@ def main() -> int:
             return finished.returncode
         shown = ["autotune", "search", arguments.target, *search_options]
         write_result(arguments.out / f"{arguments.name}.json", arguments.name, shown, study, seconds)
+        write_trials(arguments.out / f"{arguments.name}.jsonl", recorded(study))
+        shutil.copyfile(study / "study.db", arguments.out / f"{arguments.name}.study.db")
     return 0
 
 
@@ -89,6 +94,34 @@ def write_result(path: Path, name: str, command: list[str], study: Path, seconds
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {path}")
+
+
+def recorded(study: Path) -> list[RecordedTrial]:
+    """Every answer that a trial process gave in a study, the facts of the workload first."""
+    recommendation, trials, probes = open_study(study)
+    assert recommendation is not None
+    facts = TrialAnswer(facts=recommendation.workload)
+    return [
+        RecordedTrial(kind="facts", config=TrainingConfig({}), answer=facts),
+        *(
+            RecordedTrial(
+                kind="measure",
+                config=trial.config,
+                answer=TrialAnswer(
+                    measurement=trial.measurement,
+                    failure=trial.failure if trial.measurement is None else None,
+                    seconds=trial.seconds,
+                ),
+            )
+            for trial in trials
+        ),
+        *(
+            RecordedTrial(
+                kind=probe.kind, config=probe.config, answer=probe.answer.model_copy(update={"output_path": None})
+            )
+            for probe in probes
+        ),
+    ]
 
 
 def described(answer: Answer, trials: list[Trial]) -> dict[str, Any]:
