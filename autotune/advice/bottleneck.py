@@ -77,6 +77,9 @@ def _cause_text(cause: Bottleneck, measurement: Measurement) -> str:
             ready = "" if resident is None else f", {format_rate(resident)} with batches that lie ready"
             return f"the step waits for data: {rate} samples/s{ready}"
         case "compute":
+            if lag_share is None:  # a CPU, which is host and device in one
+                step = format_duration(_micro_batch_seconds(measurement))
+                return f"the step is limited by the CPU work inside it, of which a micro-batch takes {step}"
             return f"the step is limited by what the device can compute{lag}"
         case "launch":
             return f"the step is limited by starting many small kernels{lag}"

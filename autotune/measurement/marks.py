@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFERENCES = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 """What the kernel takes to set the peak of the resident size back (proc(5), clear_refs)."""
+
+FEWEST_NOTES = 4
+LEAST_GROWTH_BYTES = 4 * 2**20
+STEADY_GROWTH = 0.5
+"""Of a leak, the slowest growth between two notes reaches this share of the fastest."""
 
 
 def resident_bytes(field_name: str = "VmRSS") -> int:
@@ -66,14 +72,17 @@ class MemoryMeter:
         self.live_steps.append(steps)
 
     def growth_bytes_per_step(self) -> float:
-        """Bytes that each step adds to what is held, seen over all notes; 0 unless every note is above the last.
+        """Bytes that each step adds to what is held, seen over all notes; 0 unless the growth is a leak's.
 
-        Steady growth is a leak; an allocator that settles or a cache that fills grows in some notes and not in others.
+        A leak adds about as much with every step. An allocator that settles, or a cache that fills, adds much between
+        some notes and little between others; and a process grows by a few MiB for reasons of its own.
         """
-        pairs = list(zip(self.live_bytes, self.live_bytes[1:], strict=False))
-        if len(pairs) < 3 or any(later <= earlier for earlier, later in pairs):
+        if len(self.live_bytes) < FEWEST_NOTES or self.live_bytes[-1] - self.live_bytes[0] < LEAST_GROWTH_BYTES:
             return 0.0
-        return (self.live_bytes[-1] - self.live_bytes[0]) / max(1, self.live_steps[-1] - self.live_steps[0])
+        added = [later - earlier for earlier, later in pairwise(self.live_bytes)]
+        steps = [max(1, later - earlier) for earlier, later in pairwise(self.live_steps)]
+        rates = [more / count for more, count in zip(added, steps, strict=True)]
+        return sum(added) / sum(steps) if min(rates) >= STEADY_GROWTH * max(rates) else 0.0
 
     def marks(self, peaks: StepPeaks) -> MemoryMarks:
         """The marks of the steps since the last reset, with the phases of one watched step."""

@@ -26,7 +26,8 @@ def search_loader(session: Session, incumbent: Trial, stage: Stage = "loader") -
         return incumbent
     if end_to_end >= IDLE_SHARE * alone:
         session.skipped.append(
-            f"{', '.join(knob.name for knob in knobs)}: the loader gives {end_to_end / alone:.0%} of what the step takes"
+            f"{', '.join(knob.name for knob in knobs)}: not moved, since the step reaches "
+            f"{min(1.0, end_to_end / alone) * 100:.0f} % of its pace with the loader in it"
         )
         return incumbent
     session.watcher.stage(stage, "workers for the pace of the step")

@@ -78,6 +78,11 @@ def test_on_a_cpu_only_the_shortest_steps_are_the_hosts() -> None:
             "the step is limited by what the device can compute: the device works on for 60 % of it once all is queued",
         ),
         (
+            "compute",
+            {"resident_samples_per_second": 320.0},
+            "the step is limited by the CPU work inside it, of which a micro-batch takes 0.1 s",
+        ),
+        (
             "launch",
             {"device_lag_share": 0.01},
             "the step is limited by starting many small kernels: the device works on for 1 % of it once all is queued",
