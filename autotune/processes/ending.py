@@ -84,11 +84,11 @@ def _timed_out(ending: Ending, phase: Phase) -> TrialAnswer:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit is not None:
         message = (
-            f"the trial hung in its {phase} phase after its limit of {limit} open files was reached: raise it with "
+            f"the trial hung in {_named(phase)} after its limit of {limit} open files was reached: raise it with "
             "`ulimit -n`, or use fewer loader workers"
         )
         return _failed("file_limit", ending, message)
-    message = f"the trial did not get through its {phase} phase within {ending.timeout_seconds:g} s"
+    message = f"the trial did not get through {_named(phase)} within {ending.timeout_seconds:g} s"
     return _failed("timeout", ending, message)
 
 
@@ -99,14 +99,19 @@ def _killed(ending: Ending, name: str) -> TrialAnswer:
         return _failed("host_oom", ending, "the host ran out of memory (std::bad_alloc in native code)")
     if name == "SIGBUS" and "/dev/shm" in _tail(ending.output_path):
         return _failed("shared_memory", ending, "/dev/shm is full (SIGBUS): use fewer loader workers, or enlarge it")
-    return _failed("crash", ending, f"the trial was ended by {name} in its {ending.last_phase} phase", signal_name=name)
+    return _failed("crash", ending, f"the trial was ended by {name} in {_named(ending.last_phase)}", signal_name=name)
 
 
 def _ended_silently(ending: Ending, status: int) -> TrialAnswer:
     if status != 0 and "libgomp: Thread creation failed" in _tail(ending.output_path):
         return _failed("host_oom", ending, "the host ran out of memory (libgomp could not start its threads)")
-    message = f"the trial ended without a result, with status {status}, in its {ending.last_phase} phase"
+    message = f"the trial ended without a result, with status {status}, in {_named(ending.last_phase)}"
     return _failed("crash", ending, message)
+
+
+def _named(phase: Phase) -> str:
+    # `compile` would mislead where nothing is compiled
+    return "its first step" if phase == "compile" else f"its {phase} phase"
 
 
 def _failed(kind: FailureKind, ending: Ending, message: str, *, signal_name: str | None = None) -> TrialAnswer:

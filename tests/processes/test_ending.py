@@ -86,3 +86,9 @@ def test_where_a_crash_happened(ending, tmp_path):
     printed(ending, f"\nCurrent thread 0x1 (most recent call first):\n{own}\n{installed}\n{own}\n")
     ending.status = signal.SIGSEGV
     assert answer_of(ending).failure.detail.splitlines()[1:] == [own, own]
+
+
+def test_the_first_step_is_not_called_compiling(ending):
+    ending.timeout_phase, ending.last_phase, ending.timeout_seconds = "compile", "compile", 5.0
+    failure = answer_of(ending).failure
+    assert (failure.phase, failure.message) == ("compile", "the trial did not get through its first step within 5 s")
