@@ -106,6 +106,14 @@ def _add_workload_options(parser: _Parser) -> None:
     )
     _option(parser, "--space", "space", str, f"preset or space file (default {DEFAULTS.space})", metavar="NAME_OR_FILE")
     _option(parser, "--only", "only", parse_names, "move these knobs only", metavar="KNOB,KNOB")
+    _option(
+        parser,
+        "--blocks",
+        "blocks",
+        parse_names,
+        "modules to recompute or compile one by one, or their class (default: looked for)",
+        metavar="NAME,NAME",
+    )
     parser.add_argument(
         "--fix",
         dest="fixed",

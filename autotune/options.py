@@ -26,6 +26,8 @@ class SearchOptions:
     """The name of a preset, or the path of a space file."""
     only: tuple[str, ...] = ()
     """Knobs to move, the others stay at the baseline; empty: all of the space."""
+    blocks: tuple[str, ...] = ()
+    """Module names, or class names, of the blocks to recompute and compile one by one; empty: they are looked for."""
     fixed: Mapping[str, str] = field(default_factory=dict)
     """Knob name to the text of the value it must have; the knob parses it."""
     global_batch_size: int | None = None

@@ -182,7 +182,7 @@ class TrialRequest(Record):
     """Empty for `facts`, which runs the user's program as it stands."""
     conditions: Conditions
     blocks: tuple[str, ...] = ()
-    """Module names of the repeated blocks, from the facts."""
+    """Module names of the repeated blocks, from the facts; for `facts` itself, module or class names from the user."""
     facts_batch_size: int | None = None
     """For `facts`: read them in a step of so many samples, where the user's own batch does not fit."""
     block_seconds: float = 0.3

@@ -20,7 +20,7 @@ from autotune.measurement.clock import endless, synchronize
 from autotune.measurement.measure import PhaseReport, seed_everything
 from autotune.records import TrialRequest, WorkloadFacts
 from autotune.surgery.batches import byte_count, describe, to_device
-from autotune.surgery.blocks import Blocks, find_blocks
+from autotune.surgery.blocks import Blocks, find_blocks, named_blocks
 from autotune.surgery.loaders import (
     as_loader,
     batch_fixed_reason,
@@ -69,7 +69,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     batch = to_device(window[0].data, training.parts.device)
     weight = training.last_weight
     _check_second_model(functions, training)
-    blocks = _found_blocks(training, batch)
+    named = named_blocks(model, request.blocks) if request.blocks else None
+    blocks = named or _found_blocks(training, batch)
     loader, held = as_loader(functions.data_fn())
     fresh = (
         (as_loader(functions.data_fn())[0].dataset, as_loader(functions.data_fn())[0].dataset)
@@ -111,7 +112,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         first_loss=loss,
         process_settings=process_settings(),
         step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
-        fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention),
+        fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention, *request.blocks),
     )
 
 

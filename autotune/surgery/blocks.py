@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autotune.errors import WorkloadError
 from autotune.surgery.batches import tensors
 
 ABOUT_EQUAL = 1.1
@@ -31,6 +32,28 @@ class Blocks(NamedTuple):
 
 
 NO_BLOCKS = Blocks("", ())
+
+
+def named_blocks(model: nn.Module, wanted: Sequence[str]) -> Blocks:
+    """The blocks that the user names: modules by their names, or all of a class by the class's name, outermost ones.
+
+    Raises `WorkloadError` for a name that is neither, with the classes that occur more than once.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: list[str] = []
+    for word in wanted:
+        of_class = [name for name, module in modules.items() if type(module).__name__ == word]
+        if word not in modules and not of_class:
+            counts = Counter(type(module).__name__ for module in modules.values())
+            repeated = ", ".join(name for name, count in counts.items() if count > 1)
+            raise WorkloadError(
+                f"the model has no module and no class named {word!r}, which was given as a block; classes with several "
+                f"instances are {repeated or 'none'}"
+            )
+        found += [word] if word in modules else of_class
+    outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    names = tuple(dict.fromkeys(outermost))
+    return Blocks("/".join(dict.fromkeys(type(modules[name]).__name__ for name in names)), names)
 
 
 @dataclass

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.surgery.blocks import NO_BLOCKS, Blocks, find_blocks
+from autotune.errors import WorkloadError
+from autotune.surgery.blocks import NO_BLOCKS, Blocks, find_blocks, named_blocks
 from tests.surgery.models import MODELS, BasicBlock, Gpt, GptBlock, square_loss, tokens
 
 EXPECTED = {
@@ -147,3 +148,16 @@ class Stubborn(nn.Module):
 def test_a_forward_that_raises_does_not_confuse_the_count() -> None:
     model: Any = Stubborn()
     assert found(model, torch.randn(2, 5, 16)).names == ("blocks.0", "blocks.1", "blocks.2")
+
+
+def test_blocks_named_by_the_user() -> None:
+    model = Gpt()
+    assert named_blocks(model, ["GptBlock"]) == EXPECTED["gpt"]
+    assert named_blocks(model, ["h.1", "h.3"]) == Blocks("GptBlock", ("h.1", "h.3"))
+    inside = next(name for name, module in model.h[0].named_modules() if name)
+    assert named_blocks(model, ["h.0", f"h.0.{inside}"]).names == ("h.0",)
+
+
+def test_a_block_that_the_model_does_not_have_is_an_error_that_lists_classes() -> None:
+    with pytest.raises(WorkloadError, match=r"no module and no class named 'Layer'.*GptBlock"):
+        named_blocks(Gpt(), ["Layer"])
