@@ -70,6 +70,7 @@ def fit(
     free_batch: bool = False,
     space: str = "default",
     only: tuple[str, ...] = (),
+    blocks: tuple[str, ...] = (),
     fix: Mapping[str, Value] | None = None,
     objective: Literal["throughput", "memory"] = "throughput",
     budget: str | float = "10m",
@@ -87,7 +88,8 @@ def fit(
 
     `model_fn()` returns a fresh `torch.nn.Module` at every call, `data_fn()` a Dataset, IterableDataset or DataLoader,
     `loss_fn(model, batch)` the scalar mean loss or `(loss_sum, weight)`. `budget` is a duration (`"10m"`, or seconds),
-    `memory_limit` a size (`"24GiB"`, or bytes). Trials and `best.json` are kept in the directory `study`; the same call
+    `memory_limit` a size (`"24GiB"`, or bytes); `blocks` names the modules to recompute, or their class, where those that
+    are found are not the right ones. Trials and `best.json` are kept in the directory `study`; the same call
     goes on where it stopped. Progress goes to stderr unless `quiet`.
 
     Raises `UserError` (a ValueError) for what the user can change, with a sentence that says so, `NoAnswerError` where
@@ -110,6 +112,7 @@ def fit(
         trials=trials,
         space=space,
         only=tuple(only),
+        blocks=tuple(blocks),
         fixed={
             name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in (fix or {}).items()
         },
@@ -355,7 +358,13 @@ def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, optio
     """Asks a child for the workload's facts. Raises `UserError` where the user's program does not run."""
     seconds = max(60.0, options.budget_seconds / 3)
     timeouts = PhaseTimeouts(build_seconds=seconds, compile_seconds=seconds, measure_seconds=seconds)
-    request = TrialRequest(kind="facts", config=TrainingConfig({}), conditions=conditions, timeouts=timeouts)
+    request = TrialRequest(
+        kind="facts",
+        config=TrainingConfig({}),
+        conditions=conditions,
+        blocks=options.blocks,
+        timeouts=timeouts,
+    )
     for batch_size in (None, *SMALL_BATCHES):
         answer = pool.run(request.model_copy(update={"facts_batch_size": batch_size}))
         if answer.failure is None or answer.failure.kind not in OUT_OF_MEMORY:
