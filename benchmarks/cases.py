@@ -1,6 +1,6 @@
 """Runs a directory of user programs, each with the right outcome written down, and says which outcomes were right.
 
-    python benchmarks/cases.py DIRECTORY [--only NAME ...] [--budget 60s] [--out FILE]
+    python benchmarks/cases.py DIRECTORY [--only NAME ...] [--budget 60s] [--out FILE] [-- OPTIONS OF autotune search]
 
 DIRECTORY holds NAME.py files and a `cases.toml` with a table for each: what it needs, how to run it, the right exit
 codes, the kinds of failed trials, what must not be recommended, what the output must match. Programs run from a copy, so
@@ -77,7 +77,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--budget", default="60s")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    own, options = split_arguments(sys.argv[1:])
+    arguments = parser.parse_args(own)
     cases = tomllib.loads((arguments.directory / "cases.toml").read_text())
     unknown = set(arguments.only) - cases.keys()
     if unknown:
@@ -87,7 +88,7 @@ def main() -> int:
     for name, case in cases.items():
         if (arguments.only and name not in arguments.only) or GPUS_NEEDED[case["needs"]] > gpu_count:
             continue
-        for variant in variants(case):
+        for variant in variants(case, options):
             run = run_case(arguments.directory, name, case, variant, arguments.budget)
             runs.append(run)
             print(line_of(run), flush=True)
@@ -95,6 +96,12 @@ def main() -> int:
     right = sum(not run.wrong for run in runs)
     print(f"{right} of {len(runs)} outcomes are right")
     return 0 if right == len(runs) else 1
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--`, and after it."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,12 @@ class Variant:
         return " ".join([*self.options, *([f"ulimit -n {self.open_files}"] if self.open_files else [])])
 
 
-def variants(case: Mapping[str, Any]) -> list[Variant]:
-    """The runs that a case's `settings` ask for."""
+def variants(case: Mapping[str, Any], options: list[str]) -> list[Variant]:
+    """The runs that a case's `settings` ask for, each with these options beside them."""
     settings = case.get("settings", "")
     if found := re.search(r"ulimit -n (\d+)", settings):
-        return [Variant(), Variant(open_files=int(found[1]))]
-    options: list[str] = []
+        return [Variant(tuple(options)), Variant(tuple(options), int(found[1]))]
+    options = list(options)
     if found := re.search(r"memory limit ([\d.]+) GiB", settings):
         options += ["--memory-limit", f"{found[1]}GiB"]
     if found := re.search(r"global batch (\d+) held", settings):
