@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from autotune import __version__
 from autotune.config import TrainingConfig, Value
-from autotune.errors import NoAnswerError, SearchInterrupted, UserError
+from autotune.errors import SearchInterrupted, UserError
 from autotune.knobs.registry import KNOBS
 from autotune.machine import GpuWatch, gpu_used_bytes, read_machine_facts
 from autotune.options import CheckReport, MemoryReport, RefusedValue, SearchOptions
@@ -39,9 +39,10 @@ from autotune.result import TuningResult, load
 from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
 from autotune.search.memory import find_ceiling
+from autotune.search.pace import pace_for
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
-from autotune.search.session import Session, pace_for
+from autotune.search.session import Session
 from autotune.search.study import Study, stored_records, workload_identity
 from autotune.search.watcher import QuietWatcher, SearchWatcher
 from autotune.space import SearchSpace, build_space
@@ -151,7 +152,7 @@ def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
                 _run(started, began)
                 session.warnings.extend(gpu.notes())
         except KeyboardInterrupt:
-            result = _result(opened, started, began, unconfirmed=True) if session.baseline_rate() else None
+            result = _result(opened, started, began, unconfirmed=True) if session.baseline is not None else None
             raise SearchInterrupted(result) from None
         return _result(opened, started, began)
 
@@ -308,7 +309,6 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
                 backend=pool,
                 study=study,
                 space=space,
-                facts=facts,
                 settings=settings,
                 budget=budget,
                 watcher=watcher,
@@ -422,15 +422,9 @@ def _writable(directory: Path) -> None:
 
 def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool = False) -> TuningResult:
     session = opened.session
-    assert session.baseline is not None
     evidence = Evidence(
-        trials=tuple(session.trials),
-        baseline=session.baseline,
-        parity_results=session.parity_results,
+        results=session.results(unconfirmed=unconfirmed),
         ceilings=tuple(started.ceilings.values()),
-        space=session.space,
-        facts=session.facts,
-        settings=session.settings,
         reference=opened.workload.reference(),
         knobs=KNOBS,
         memory_limit_bytes=session.memory_limit_bytes(),
@@ -438,10 +432,7 @@ def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool
         skipped=tuple(dict.fromkeys(session.skipped)),
         search_seconds=time.monotonic() - began,
         autotune_version=__version__,
-        unconfirmed=unconfirmed,
     )
-    if session.baseline_trial() is None:
-        raise NoAnswerError("the search ended before the baseline was measured")
     result = TuningResult(recommend(evidence))
     result.save(opened.directory / RESULT_NAME)
     return result

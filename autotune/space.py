@@ -42,11 +42,6 @@ class SearchSpace:
     """The point next to the baseline: the baseline itself unless something is fixed."""
 
     @property
-    def user_baseline(self) -> TrainingConfig:
-        """The baseline, by the name that says whose it is."""
-        return self.baseline
-
-    @property
     def varied(self) -> tuple[str, ...]:
         """Knobs with more than one choice."""
         return tuple(name for name, values in self.choices.items() if len(values) > 1)
@@ -83,6 +78,11 @@ class SearchSpace:
     def numerics_key(self, config: TrainingConfig) -> str:
         """Equal for configurations that compute the same: they differ in how batches are loaded alone."""
         return TrainingConfig({one.name: config[one.name] for one in KNOBS if one.stage != "loader"}).key
+
+    def gradient_key(self, config: TrainingConfig) -> tuple[object, ...]:
+        """Equal for configurations whose gradients come about in the same way: precision, recomputation, compilation,
+        and as many micro-batches a step."""
+        return (*self.memory_class(config), self.micro_batches(config))
 
     def rank(self, config: TrainingConfig) -> float:
         """How far from simple a configuration is; the baseline is 0."""

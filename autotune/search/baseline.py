@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from autotune.config import TrainingConfig
-from autotune.errors import UserError
+from autotune.errors import NoAnswerError, UserError
 from autotune.records import OUT_OF_MEMORY, Failure, Trial
 from autotune.search.memory import find_ceiling
 from autotune.search.session import Session
-
-USERS_FAULT = frozenset({"user_error", "numerics"})
 
 
 def run_baseline(session: Session) -> Trial:
     """Measures the user's program; where it does not fit, the largest micro-batch that does, at the same global batch.
 
-    Raises `UserError` where the program cannot run at all: the text says what happened.
+    Raises `UserError` where the program cannot run at all, and `NoAnswerError` where that is not its fault: the text
+    says what happened.
     """
-    config = session.space.user_baseline
+    config = session.space.baseline
     session.watcher.stage("baseline", "your program as it is")
-    trial = session.measure(config, "baseline")
+    trial = _measured(session, config)
     if trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY:
         config, trial = _smaller_reference(session, config, trial.failure)
     if trial.failure is not None:
@@ -29,10 +28,19 @@ def run_baseline(session: Session) -> Trial:
     return trial
 
 
-def baseline_error(failure: Failure) -> UserError:
+def _measured(session: Session, config: TrainingConfig) -> Trial:
+    """What failed in an earlier call is tried again: a busy machine or a short budget may have been the reason."""
+    trial = session.measured(config)
+    if trial is None or (trial.failure is not None and trial.failure.kind not in OUT_OF_MEMORY):
+        return session.measure_again(config, "baseline")
+    return trial
+
+
+def baseline_error(failure: Failure) -> UserError | NoAnswerError:
     """What to tell a person whose own program does not run."""
     kind = failure.kind if failure.signal is None else f"{failure.kind}, {failure.signal}"
-    return UserError(
+    error = NoAnswerError if failure.kind == "memory_not_returned" else UserError
+    return error(
         f"your own program does not run as it is ({kind}, in phase {failure.phase}): {failure.message}",
         told_beside(failure),
     )
@@ -41,7 +49,8 @@ def baseline_error(failure: Failure) -> UserError:
 def told_beside(failure: Failure) -> str:
     """The user's own frames, and where to read what the trial printed, if it printed anything."""
     lines = [failure.detail] if failure.detail else []
-    if failure.output_path is not None and os.path.getsize(failure.output_path):
+    output = Path(failure.output_path) if failure.output_path is not None else None
+    if output is not None and output.is_file() and output.stat().st_size:
         lines.append(f"what it printed: {failure.output_path}")
     return "\n".join(lines)
 
@@ -63,4 +72,4 @@ def _smaller_reference(session: Session, config: TrainingConfig, failure: Failur
     warning = f"a batch of {size} does not fit here; the reference is a micro-batch of {largest}, with {how}"
     session.warnings.append(warning)
     session.watcher.note(warning)
-    return smaller, session.measure(smaller, "baseline")
+    return smaller, _measured(session, smaller)

@@ -6,8 +6,9 @@ from autotune.advice.bottleneck import bottleneck
 from autotune.config import Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
-from autotune.records import OUT_OF_MEMORY, Stage, Trial
-from autotune.search.session import WORTHWHILE_GAIN, Session
+from autotune.records import OUT_OF_MEMORY, Bottleneck, Stage, Trial
+from autotune.search.answers import WORTHWHILE_GAIN
+from autotune.search.session import Session
 
 PASSES = 2
 """The second pass tries what the first had to leave out: a scope of compilation means something once one compiles."""
@@ -15,21 +16,26 @@ MOST_VALUES_PER_KNOB = 2
 """Of the values that a knob expects to be better than the baseline; the sampler may try the others later."""
 
 
-def search_compute(session: Session, start: Trial, stage: Stage = "compute") -> Trial:
+def search_compute(session: Session, start: Trial) -> Trial:
     """Coordinate descent over the knobs of the step. Returns the trial that leads in the end, `start` if none is better."""
-    session.watcher.stage(stage, "precision, kernels and compilation, one knob after the other")
+    session.watcher.stage("compute", "precision, kernels and compilation, one knob after the other")
     incumbent = start
     tried: set[tuple[str, Value]] = set()
     for _ in range(PASSES):
         for knob in _ordered(session, incumbent):
-            incumbent = _best_value(session, knob, incumbent, tried, stage)
+            incumbent = _best_value(session, knob, incumbent, tried)
     return incumbent
+
+
+def bottleneck_of(session: Session, trial: Trial) -> Bottleneck | None:
+    """What holds a measured configuration back."""
+    assert trial.measurement is not None
+    return bottleneck(trial.measurement, device=session.facts.device, limit_bytes=session.memory_limit_bytes())
 
 
 def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
     """Knobs that cure what holds the step back come first; those that save memory only, where memory is the aim."""
-    assert incumbent.measurement is not None
-    cause = bottleneck(incumbent.measurement, device=session.facts.device, limit_bytes=session.memory_limit_bytes())
+    cause = bottleneck_of(session, incumbent)
     wanted = "memory" if session.settings.objective == "memory" else None
     knobs = [
         knob
@@ -41,19 +47,16 @@ def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
     return sorted(knobs, key=lambda knob: not ({cause, wanted} & knob.cures))
 
 
-def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple[str, Value]], stage: Stage) -> Trial:
+def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple[str, Value]]) -> Trial:
     """The incumbent with the first of the knob's better-looking values that is worthwhile."""
     for value in _hopeful(session, knob, incumbent):
         if (knob.name, value) in tried:
             continue
         candidate = incumbent.config.replace({knob.name: value})
-        obstacle = session.obstacle(candidate)
-        if obstacle is not None:
-            continue
-        if not session.affords(candidate):
+        if session.obstacle(candidate) is not None or not session.affords(candidate):
             continue
         tried.add((knob.name, value))
-        trial = session.measure(candidate, stage)
+        trial = session.measure(candidate, "compute")
         if _better(session, trial, incumbent):
             return trial
     return incumbent
@@ -68,8 +71,7 @@ def _hopeful(session: Session, knob: Knob, current: Trial) -> list[Value]:
     order = [value for value in knob.prior(session.facts) if value in session.space.choices[knob.name]]
     own = current.config[knob.name]
     better_than = own
-    assert current.measurement is not None
-    cause = bottleneck(current.measurement, device=session.facts.device, limit_bytes=session.memory_limit_bytes())
+    cause = bottleneck_of(session, current)
     if cause in ("launch", "host") and cause in knob.cures:
         better_than = session.space.baseline[knob.name]
     hopeful = order[: order.index(better_than)] if better_than in order else order

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from autotune.config import TrainingConfig
-from autotune.records import OUT_OF_MEMORY, Failure, Stage, Trial
-from autotune.search.session import WORTHWHILE_GAIN, Session
+from autotune.records import OUT_OF_MEMORY, Failure, Trial
+from autotune.search.answers import WORTHWHILE_GAIN
+from autotune.search.pace import slow_to_start
+from autotune.search.session import Session, parity_failure
 from autotune.stats import FEWEST_ROUNDS, faster
 
 MOST_FINALISTS = 2
@@ -22,141 +24,166 @@ FEWEST_SOAK_SECONDS = 5.0
 def reserve_seconds(session: Session) -> float:
     """What confirmation, parity and soak are likely to take: kept free of everything before them."""
     base, best = session.baseline_trial(), session.best()
-    entrants = {trial.config.key: trial for trial in (base, best) if trial is not None}
-    seconds = [trial.seconds for trial in entrants.values()]
-    # One more finalist than those that are known now, and a parity check that compiles.
-    estimate = FEWEST_ROUNDS * (sum(seconds) + min(seconds, default=0.0)) + max(seconds, default=0.0)
-    return min(estimate + 1.5 * session.pace.soak_seconds, LARGEST_RESERVE * session.budget.seconds)
+    if base is None:
+        return 0.0
+    finalist = best or base
+    finalists = MOST_FINALISTS + (session.settings.conditions.global_batch_size is not None)
+    rounds = FEWEST_ROUNDS * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
+    parity = finalists * _start_seconds(finalist)
+    return min(rounds + parity + 1.5 * session.pace.soak_seconds, LARGEST_RESERVE * session.budget.seconds)
+
+
+def _round_seconds(session: Session, trial: Trial) -> float:
+    """What measuring the configuration of a trial again for the confirmation is likely to take."""
+    pace = session.pace
+    blocks = (pace.confirm_minimum_blocks + pace.confirm_maximum_blocks) / 2
+    # What was compiled is found in the compiler's cache the next time, which takes less than half as long.
+    start = _start_seconds(trial) / (2 if slow_to_start(trial.config) else 1)
+    return start + blocks * pace.confirm_block_seconds
+
+
+def _start_seconds(trial: Trial) -> float:
+    """What a trial took beside its blocks."""
+    measurement = trial.measurement
+    assert measurement is not None
+    resident = measurement.resident_blocks.seconds if measurement.resident_blocks is not None else ()
+    return max(0.0, trial.seconds - sum(measurement.blocks.seconds) - sum(resident))
 
 
 def confirm(session: Session) -> None:
     """Re-measures what may be recommended, beside the baseline, and soaks the winner. All of it goes into the study.
 
-    A finalist that trains differently, fails in a later round or does not survive its soak is recorded as failed, and the
-    next one takes its place.
+    A finalist that trains differently, fails in a later round or does not survive its soak is recorded as failed, and
+    the next one takes its place. Rounds of an earlier call count, and are gone on with.
     """
     session.watcher.stage("confirm", "the best few and your program, in turn, in fresh processes")
     assert session.baseline is not None
-    finalists = _finalists(session, free=False)
-    held = session.settings.conditions.global_batch_size
-    if held is not None:
-        finalists += [config for config in _finalists(session, free=True)[:1] if not session.allowed(config)]
-    entrants = [session.baseline, *finalists]
-    for round_number in range(MOST_ROUNDS):
-        if len(entrants) == 1 and round_number > 0:
+    finalists = _finalists(session)
+    while len(finalists) > 1 and not _has_time_for_round(session, finalists):
+        finalists.pop()
+    first = 1 + max((trial.round for trial in session.trials if trial.round is not None), default=-1)
+    for number in range(first, first + MOST_ROUNDS):
+        if _decided(session, finalists) or (number > first and not _has_time_for_round(session, finalists)):
             break
-        expected = sum(_expected_seconds(session, config) for config in entrants)
-        if round_number >= 1 and session.budget.left() - session.pace.soak_seconds < expected:
-            break
-        for config in list(entrants):
-            trial = session.measure(config, "confirm", confirm_round=round_number)
-            if trial.failure is not None and config != session.baseline:
-                entrants.remove(config)
-        if round_number + 1 >= FEWEST_ROUNDS and all(_settled(session, config) for config in entrants[1:]):
-            break
-    _soak_the_winner(session, entrants[1:])
+        failed = False
+        for config in [session.baseline, *finalists]:
+            trial = session.measure_again(config, "confirm", confirm_round=number)
+            failed |= trial.failure is not None
+        if failed:
+            finalists = _finalists(session)
+    _soak_the_answers(session)
+
+
+def _decided(session: Session, finalists: list[TrainingConfig]) -> bool:
+    """Whether another round can change nothing."""
+    assert session.baseline is not None
+    if not finalists:
+        return bool(session.results().measurements(session.baseline, rounds=True))
+    return all(_settled(session, config) for config in finalists)
+
+
+def _settled(session: Session, config: TrainingConfig) -> bool:
+    pairs = session.results().round_pairs(config)
+    if len(pairs) < FEWEST_ROUNDS:
+        return False
+    own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
+    return faster(own, base, minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
+
+
+def _has_time_for_round(session: Session, finalists: list[TrainingConfig]) -> bool:
+    assert session.baseline is not None
+    expected = sum(_expected_seconds(session, config) for config in [session.baseline, *finalists])
+    return session.budget.left() - session.pace.soak_seconds >= expected
 
 
 def _expected_seconds(session: Session, config: TrainingConfig) -> float:
+    """As long as its last round took; before the first, what its measurement lets expect."""
     rounds = [trial.seconds for trial in session.trials if trial.config == config and trial.round is not None]
-    first = session.measured(config)
-    return rounds[-1] if rounds else (first.seconds if first is not None else 5.0)
+    trial = session.measured(config)
+    assert trial is not None
+    return rounds[-1] if rounds else _round_seconds(session, trial)
 
 
-def _finalists(session: Session, *, free: bool) -> list[TrainingConfig]:
-    """The best measured configurations that train the same, at most `MOST_FINALISTS`."""
-    assert session.baseline is not None
-    found: list[TrainingConfig] = []
-    candidates = session.candidates(free=free)
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+def _finalists(session: Session) -> list[TrainingConfig]:
+    """The best measured configurations, and one that leaves the held batch where that is faster still."""
+    finalists = _best_few(session, session.candidates(), MOST_FINALISTS)
+    free = [trial for trial in session.candidates(free=True) if not session.allowed(trial.config)]
+    best = session.best()
+    if free and (best is None or session.score(free[0]) > session.score(best)):
+        finalists += _best_few(session, free, 1)
+    return finalists
+
+
+def _best_few(session: Session, candidates: list[Trial], count: int) -> list[TrainingConfig]:
+    """Of the candidates, best first: the best that beat the baseline and train the same, at most so many.
+
+    Of those that are as good as the best, as far as one measurement tells, the simplest alone: the others could win by
+    noise.
+    """
     if not candidates:
-        return found
-    base = session.baseline_trial()
-    for trial in _simpler_first(session, candidates):
-        if len(found) == MOST_FINALISTS or (found and session.score(trial) < NEAR_BEST * session.score(candidates[0])):
+        return []
+    base, top = session.baseline_trial(), session.score(candidates[0])
+    assert base is not None and base.measurement is not None
+    alike = [trial for trial in candidates if session.score(trial) * ALIKE >= top]
+    alike.sort(key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
+    found: list[TrainingConfig] = []
+    for trial in [*alike, *candidates[len(alike) :]]:
+        if len(found) == count or (found and session.score(trial) < NEAR_BEST * top):
             break
-        if trial.config == session.baseline or (base is not None and session.score(trial) <= session.score(base)):
+        if trial.config == session.baseline or session.score(trial) <= session.score(base):
             break
+        if trial in alike and found:
+            continue
         if _trains_the_same(session, trial):
             found.append(trial.config)
     return found
 
 
-def _simpler_first(session: Session, candidates: list[Trial]) -> list[Trial]:
-    """Best first, but what is as good as the best, as far as one measurement tells, ordered by how simple it is.
-
-    Only the simplest of those is kept: the others could win by noise alone.
-    """
-    top = session.score(candidates[0])
-    alike = [trial for trial in candidates if session.score(trial) * ALIKE >= top]
-    simplest = min(alike, key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
-    return [simplest, *(trial for trial in candidates if trial not in alike)]
-
-
 def _trains_the_same(session: Session, trial: Trial) -> bool:
     assert session.baseline is not None
-    if session.numerics_key(trial.config) == session.numerics_key(session.baseline):
+    if session.space.numerics_key(trial.config) == session.space.numerics_key(session.baseline):
         return True
     result = session.parity(trial.config)
-    if isinstance(result, Failure):
-        session.fail(trial, result)
-        return False
-    if not result.passed:
-        session.fail(trial, Failure(kind="numerics", phase="parity", message=result.reason))
-        return False
-    return True
+    failure = result if isinstance(result, Failure) else parity_failure(result)
+    if failure is not None:
+        session.fail(trial, failure)
+    return failure is None
 
 
-def _settled(session: Session, config: TrainingConfig) -> bool:
-    own, base = round_rates(session, config)
-    return faster(own, base, minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
+# --- the soak ---------------------------------------------------------------------------------------------------------
 
 
-def round_rates(session: Session, config: TrainingConfig) -> tuple[list[float], list[float]]:
-    """Rates of a configuration and of the baseline in the rounds that both have."""
-    assert session.baseline is not None
-    own = _rates(session.trials, config)
-    base = _rates(session.trials, session.baseline)
-    shared = sorted(own.keys() & base.keys())
-    return [own[number] for number in shared], [base[number] for number in shared]
+def _soak_the_answers(session: Session) -> None:
+    """Runs what is about to be recommended on for longer; where that fails, the next best takes its place."""
+    session.watcher.stage("soak", "the winner runs on for longer")
+    while not _survives(session, session.results().best().config):
+        pass
+    while (free := session.results().free_batch()) is not None and not _survives(session, free.config):
+        pass
 
 
-def _rates(trials: list[Trial], config: TrainingConfig) -> dict[int, float]:
-    return {
-        trial.round: trial.measurement.samples_per_second
-        for trial in trials
-        if trial.config == config
-        and trial.round is not None
-        and trial.measurement is not None
-        and trial.failure is None
-    }
-
-
-def _soak_the_winner(session: Session, entrants: list[TrainingConfig]) -> None:
-    """Runs the best entrant on for longer; one that runs out of memory or dies gives way to the next."""
-    ranked = sorted(entrants, key=lambda config: _mean(_rates(session.trials, config)), reverse=True)
-    assert session.baseline is not None
-    for config in [*ranked, session.baseline]:
-        if session.budget.left() < FEWEST_SOAK_SECONDS and config != session.baseline:
+def _survives(session: Session, config: TrainingConfig) -> bool:
+    """Whether nothing speaks against the configuration; where it fails in its soak, that is recorded."""
+    is_baseline = config == session.baseline
+    if session.budget.left() < FEWEST_SOAK_SECONDS:
+        if not is_baseline:
             session.warnings.append("no time was left for the soak: the recommendation ran for its measurements only")
-            return
-        stage: Stage = "soak"
-        session.watcher.stage(stage, "the winner runs on for longer")
-        answer = session.probe("soak", config)
-        if answer.failure is None:
-            assert answer.soak is not None
-            session.warnings.extend(answer.soak.findings)
-            return
-        session.watcher.probe("soak", f"{answer.failure.kind}: {answer.failure.message}")
-        if config == session.baseline:
-            session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
-            return
-        trial = session.measured(config)
-        if trial is not None:
-            longest = " at the longest batch" if answer.failure.kind in OUT_OF_MEMORY else ""
-            session.fail(
-                trial, answer.failure.model_copy(update={"message": f"in the soak{longest}: {answer.failure.message}"})
-            )
-
-
-def _mean(rates: dict[int, float]) -> float:
-    return sum(rates.values()) / len(rates) if rates else 0.0
+        return True
+    answer = session.probe("soak", config)
+    if answer.failure is None:
+        assert answer.soak is not None
+        session.warnings.extend(answer.soak.findings)
+        return True
+    session.watcher.probe("soak", f"{answer.failure.kind}: {answer.failure.message}")
+    if is_baseline:
+        session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
+        return True
+    trial = session.measured(config)
+    assert trial is not None
+    longest = " at the longest batch" if answer.failure.kind in OUT_OF_MEMORY else ""
+    message = f"in the soak{longest}: {answer.failure.message}"
+    session.fail(trial, answer.failure.model_copy(update={"message": message}))
+    return False

@@ -17,7 +17,7 @@ def explore(session: Session) -> int:
     session.watcher.stage("explore", "points that the sampler proposes")
     measured = refused = 0
     for config in session.study.interrupted:
-        if session.obstacle(config) is None and session.affords(config):
+        if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
             session.measure(config, "explore")
             measured += 1
     while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW:
@@ -25,6 +25,8 @@ def explore(session: Session) -> int:
         reason = session.obstacle(config)
         if reason is None and session.measured(config) is not None:
             reason = "measured before"
+        if reason is None and session.obstacles.is_bold(config):
+            reason = "more than twice the largest batch that ran with any settings"
         if reason is None and not session.affords(config):
             reason = "longer than what is left"
         if reason is not None:

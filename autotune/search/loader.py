@@ -7,8 +7,9 @@ import math
 from autotune.config import Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
-from autotune.records import Stage, Trial
-from autotune.search.session import WORTHWHILE_GAIN, Session
+from autotune.records import Trial
+from autotune.search.answers import WORTHWHILE_GAIN
+from autotune.search.session import Session
 
 IDLE_SHARE = 0.97
 """End to end at this share of the step alone, the loader holds nothing back, and no worker can help."""
@@ -16,26 +17,24 @@ HEADROOM = 1.1
 """Workers are predicted for so much more than the step takes: loading and training share the machine."""
 
 
-def search_loader(session: Session, incumbent: Trial, stage: Stage = "loader") -> Trial:
+def search_loader(session: Session, incumbent: Trial) -> Trial:
     """Moves the loader's knobs where the loader holds the step back. Returns the trial that leads in the end."""
     assert incumbent.measurement is not None
-    end_to_end = incumbent.measurement.samples_per_second
-    alone = incumbent.measurement.resident_samples_per_second or end_to_end
     knobs = [knob for knob in KNOBS if knob.stage == "loader" and knob.name in session.space.varied]
-    if not knobs:
+    alone = incumbent.measurement.resident_samples_per_second
+    if not knobs or alone is None or session.settings.objective == "memory":
         return incumbent
-    if end_to_end >= IDLE_SHARE * alone:
-        session.skipped.append(
-            f"{', '.join(knob.name for knob in knobs)}: not moved, since the step reaches "
-            f"{min(1.0, end_to_end / alone) * 100:.0f} % of its pace with the loader in it"
-        )
+    share = incumbent.measurement.samples_per_second / alone
+    if share >= IDLE_SHARE:
+        names = ", ".join(knob.name for knob in knobs)
+        session.skipped.append(f"{names}: the loader gives {min(share, 1.0) * 100:.0f} % of what the step takes")
         return incumbent
-    session.watcher.stage(stage, "workers for the pace of the step")
+    session.watcher.stage("loader", "workers for the pace of the step")
     for knob in knobs:
         if _counts(knob, session):
-            incumbent = _enough_of(session, knob, incumbent, alone, stage)
+            incumbent = _enough_of(session, knob, incumbent, alone)
         else:
-            incumbent = _each_value(session, knob, incumbent, stage)
+            incumbent = _each_value(session, knob, incumbent)
     return incumbent
 
 
@@ -44,33 +43,33 @@ def _counts(knob: Knob, session: Session) -> bool:
     return all(type(value) is int for value in session.space.choices[knob.name])
 
 
-def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float, stage: Stage) -> Trial:
+def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> Trial:
     """The fewest that reach the goal: predicted from what one gives, then measured jointly, with its neighbours."""
     counts = sorted(int(value) for value in session.space.choices[knob.name] if int(value) > 0)
-    first = _pace_of_one(session, knob, incumbent, counts)
-    if first is None:
+    pace = _pace_of_one(session, knob, incumbent, counts)
+    if pace is None:
         return incumbent
-    needed = math.ceil(HEADROOM * goal / first)
+    needed = math.ceil(HEADROOM * goal / pace)
     at = next((index for index, count in enumerate(counts) if count >= needed), len(counts) - 1)
     session.watcher.note(
-        f"{knob.name}: one gives {first:.4g} samples/s and the step takes {goal:.4g}: {counts[at]} to try"
+        f"{knob.name}: one gives {pace:.4g} samples/s and the step takes {goal:.4g}: {counts[at]} to try"
     )
-    best = _measured(session, knob, incumbent, counts[at], stage)
-    while best is not incumbent and at + 1 < len(counts):  # more, as long as more gives more
-        at += 1
-        larger = _measured(session, knob, best, counts[at], stage)
-        if larger is best:
-            at -= 1
+    best = _run(session, knob, incumbent, counts[at])
+    for count in counts[at + 1 :]:  # more, as long as more gives more
+        larger = _run(session, knob, incumbent, count)
+        if larger is None or (best is not None and not _worthwhile(session, larger, best)):
             break
         best = larger
+    top = best
     for count in reversed(counts[:at]):  # fewer, as long as fewer gives as much
-        trial = _run(session, knob, incumbent, count, stage)
-        if trial is None or trial.measurement is None or trial.failure is not None:
+        if top is not None and count * pace * WORTHWHILE_GAIN < session.score(top):
+            break  # the loader alone says that it cannot
+        smaller = _run(session, knob, incumbent, count)
+        if smaller is None or (top is not None and session.score(smaller) * WORTHWHILE_GAIN < session.score(top)):
             break
-        if session.score(trial) * WORTHWHILE_GAIN < session.score(best):
-            break
-        best = trial
-    return best
+        best = smaller
+        top = smaller if top is None or session.score(smaller) > session.score(top) else top
+    return best if best is not None and _worthwhile(session, best, incumbent) else incumbent
 
 
 def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[int]) -> float | None:
@@ -91,25 +90,22 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
     return rate
 
 
-def _each_value(session: Session, knob: Knob, incumbent: Trial, stage: Stage) -> Trial:
+def _each_value(session: Session, knob: Knob, incumbent: Trial) -> Trial:
     for value in knob.prior(session.facts):
         if value in session.space.choices[knob.name] and value != incumbent.config[knob.name]:
-            incumbent = _measured(session, knob, incumbent, value, stage)
+            trial = _run(session, knob, incumbent, value)
+            incumbent = trial if trial is not None and _worthwhile(session, trial, incumbent) else incumbent
     return incumbent
 
 
-def _measured(session: Session, knob: Knob, incumbent: Trial, value: Value, stage: Stage) -> Trial:
-    """The incumbent with this value where that is worthwhile, the incumbent itself otherwise."""
-    trial = _run(session, knob, incumbent, value, stage)
-    if trial is None or trial.measurement is None or trial.failure is not None:
-        return incumbent
-    return trial if session.score(trial) >= WORTHWHILE_GAIN * session.score(incumbent) else incumbent
+def _worthwhile(session: Session, trial: Trial, than: Trial) -> bool:
+    return session.score(trial) >= WORTHWHILE_GAIN * session.score(than)
 
 
-def _run(session: Session, knob: Knob, incumbent: Trial, value: Value, stage: Stage) -> Trial | None:
+def _run(session: Session, knob: Knob, incumbent: Trial, value: Value) -> Trial | None:
+    """The incumbent with this value; None where it cannot run, is too dear or fails."""
     candidate = incumbent.config.replace({knob.name: value})
-    if session.obstacle(candidate) is not None:
+    if session.obstacle(candidate) is not None or not session.affords(candidate):
         return None
-    if not session.affords(candidate):
-        return None
-    return session.measure(candidate, stage)
+    trial = session.measure(candidate, "loader")
+    return trial if trial.failure is None else None

@@ -33,10 +33,12 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
         margin=session.settings.conditions.memory_margin,
         allowed=allowed,
     )
-    known = session.smallest_out_of_memory(config)
-    if known is not None:
-        search.tell(known, fits=False, peak_allocated_bytes=None, affine=False)
     kinds: dict[int, FailureKind] = {}
+    known = session.obstacles.too_large(config)
+    if known is not None:
+        search.tell(known.micro_batch_size, fits=False, peak_allocated_bytes=None, affine=False)
+        if known.failure_kind is not None:
+            kinds[known.micro_batch_size] = known.failure_kind
     peaks: dict[int, int] = {}
     stopped = ""
     while (size := search.next()) is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autotune.config import TrainingConfig
-from autotune.knobs.registry import KNOBS
-from autotune.records import Ceiling, Trial
+from autotune.knobs.registry import KNOBS, batch_knob
+from autotune.records import OUT_OF_MEMORY, Ceiling, Trial
 from autotune.search.baseline import run_baseline
-from autotune.search.compute import search_batch, search_compute
+from autotune.search.compute import bottleneck_of, search_batch, search_compute
 from autotune.search.confirm import confirm, reserve_seconds
 from autotune.search.explore import explore
 from autotune.search.loader import search_loader
@@ -17,6 +17,8 @@ OWN_CEILING_SHARE = 0.1
 SAVER_CEILING_SHARE = 0.03
 """Of the budget, for the ceiling of the user's own program and for that of each way to save memory."""
 STEPS_PER_PROBE = 4
+MOST_CYCLES = 3
+"""A larger batch makes other values of the step's knobs pay, and those a larger batch: so often at most."""
 
 
 class Search:
@@ -28,25 +30,44 @@ class Search:
 
     def begin(self) -> None:
         """Measures the baseline. Raises `UserError` where it does not run."""
-        self._baseline = run_baseline(self.session)
+        run_baseline(self.session)
 
     def go_on(self) -> None:
         """Memory, compute, loader, explore, confirm; `begin` came before."""
         session = self.session
-        start = self._start(self._baseline)
-        session.budget.reserved_seconds = reserve_seconds(session)
-        self._first_ceilings(start)
-        # A loader that holds the step back is cured first: it is cheap, and what follows is measured with it.
-        leader = search_loader(session, start)
-        leader = search_compute(session, leader)
-        session.budget.reserved_seconds = reserve_seconds(session)
-        leader = self._batch(leader)
-        session.budget.reserved_seconds = reserve_seconds(session)
-        leader = search_loader(session, leader)
-        self._free_batch(leader)
-        session.budget.reserved_seconds = reserve_seconds(session)
+        self._reserve()
+        start = self._start()
+        if start is not None:
+            self._first_ceilings(start)
+            self._descend(start)
+        self._reserve()
         explore(session)
         confirm(session)
+
+    def _descend(self, start: Trial) -> None:
+        """One kind of knob after the other, each from what led before."""
+        session = self.session
+        # A loader that holds the step back is cured first: it is cheap, and what follows is measured with it.
+        leader = search_loader(session, start)
+        for _ in range(MOST_CYCLES):
+            size = session.space.micro_batch(leader.config)
+            if self._batch_comes_first(leader):
+                leader = self._batch(leader)
+            leader = search_compute(session, leader)
+            self._reserve()
+            leader = self._batch(leader)
+            self._reserve()
+            if session.space.micro_batch(leader.config) == size:
+                break
+        leader = search_loader(session, leader)
+        self._free_batch(leader)
+
+    def _batch_comes_first(self, leader: Trial) -> bool:
+        """Where the batch itself cures what holds the step back, it is cheaper to move before anything is compiled."""
+        return bottleneck_of(self.session, leader) in batch_knob().cures and self.session.settings.objective != "memory"
+
+    def _reserve(self) -> None:
+        self.session.budget.reserved_seconds = reserve_seconds(self.session)
 
     def _first_ceilings(self, start: Trial) -> None:
         """How far the user's program goes, and what saving memory would bring, where that is cheap beside the budget.
@@ -87,14 +108,31 @@ class Search:
         ]
         return [config, *(other for other in others if session.space.conflict(other) is None)]
 
-    def _start(self, baseline: Trial) -> Trial:
-        """Where the descent begins: the baseline, or the baseline with the values that the user fixed."""
-        session = self.session
-        fixed = session.space.start
-        if fixed == session.space.user_baseline:
-            return baseline
+    def _start(self) -> Trial | None:
+        """Where the descent begins: the baseline, or the baseline with the values that the user fixed.
+
+        Where those do not fit, the first way to save memory with which they do; None where nothing was found to run.
+        """
+        session, space = self.session, self.session.space
+        assert session.baseline is not None
+        if space.start == space.baseline:
+            return session.baseline_trial()
+        fixed = space.start
+        if space.batch_name not in session.settings.fixed:
+            fixed = fixed.replace({space.batch_name: space.micro_batch(session.baseline)})
         trial = session.measure(fixed, "baseline")
-        return trial if trial.measurement is not None and trial.failure is None else baseline
+        failure = trial.failure
+        if failure is None:
+            return trial
+        session.warnings.append(f"what is fixed does not run beside your other settings: {failure.message}")
+        session.watcher.note(session.warnings[-1])
+        if failure.kind in OUT_OF_MEMORY:
+            for config in self.memory_candidates(fixed)[1:]:
+                if session.obstacle(config) is None and session.affords(config):
+                    trial = session.measure(config, "baseline")
+                    if trial.failure is None:
+                        return trial
+        return None
 
     def ceiling(self, config: TrainingConfig) -> Ceiling:
         """The ceiling of the configuration's memory class, found once."""

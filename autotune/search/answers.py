@@ -1,0 +1,195 @@
+"""`Results`: from what was measured to the configurations that may be recommended. Pure, and asked again at any time."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotune.config import TrainingConfig
+from autotune.records import Answer, Failure, Measurement, ParityResult, Ratio, Settings, Trial
+from autotune.space import SearchSpace
+from autotune.stats import FEWEST_ROUNDS, UNKNOWN, rate, ratio, ratio_from_intervals, student_t
+
+WORTHWHILE_GAIN = 1.02
+"""A configuration must be so many times better to be preferred to a simpler one (design, section 9)."""
+PROCESS_SPREAD = 0.02
+EXPECTED_DEGREES = 3
+"""From process to process the rate of one configuration varies by so much, which one or two rounds hardly show; the
+expectation weighs as much as so many rounds."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that decides what is recommended."""
+
+    trials: Sequence[Trial]
+    baseline: TrainingConfig
+    parity_results: dict[str, ParityResult | Failure]
+    """Numerics key to the outcome of the check."""
+    space: SearchSpace
+    settings: Settings
+    unconfirmed: bool = False
+    """The search was interrupted: what was measured once counts too, and says that it was not confirmed."""
+
+    # --- what may be recommended ---
+
+    def best(self) -> Answer:
+        """The best that is certainly worthwhile and keeps the held batch; the baseline where nothing is."""
+        held = self.settings.conditions.global_batch_size
+        return self._choose([one for one in self._eligible() if held is None or one.effective_batch_size == held])
+
+    def free_batch(self) -> Answer | None:
+        """Where a batch is held, the best with another one, if letting it go is worthwhile."""
+        if self.settings.conditions.global_batch_size is None:
+            return None
+        best, freer = self.best(), self._choose(self._eligible())
+        worthwhile = self.gain(freer) >= WORTHWHILE_GAIN * self.gain(best)
+        return freer if freer.effective_batch_size != best.effective_batch_size and worthwhile else None
+
+    def gain(self, answer: Answer) -> float:
+        """How many times better than the baseline, by the objective."""
+        if self.settings.objective == "memory":
+            return self.answer(self.baseline).peak_allocated_bytes / max(1, answer.peak_allocated_bytes)
+        return answer.speedup.value
+
+    def _eligible(self) -> list[Answer]:
+        """Configurations that were re-measured beside the baseline and have no failure of any kind."""
+        failed = {trial.config for trial in self.trials if trial.failure is not None}
+        configs = dict.fromkeys(
+            trial.config
+            for trial in self.trials
+            if (trial.round is not None or (self.unconfirmed and self._trains_the_same(trial.config)))
+            and trial.config not in failed
+            and trial.config != self.baseline
+        )
+        return [self.answer(config) for config in configs]
+
+    def _trains_the_same(self, config: TrainingConfig) -> bool:
+        """Whether it, or one whose gradients come about in the same way, computes what the baseline does."""
+        key = self.space.numerics_key(config)
+        found = self.parity_results.get(key)
+        if found is not None:
+            return isinstance(found, ParityResult) and found.passed
+        return (
+            key == self.space.numerics_key(self.baseline) or self.space.gradient_key(config) in self.known_gradients()
+        )
+
+    def known_gradients(self) -> set[tuple[object, ...]]:
+        """The ways to compute a gradient that are known to be right: the baseline's, and those that passed a check."""
+        passed = {self.space.gradient_key(t.config) for t in self.trials if t.parity is not None and t.parity.passed}
+        return {self.space.gradient_key(self.baseline), *passed}
+
+    def _choose(self, answers: list[Answer]) -> Answer:
+        """The best that is certainly worthwhile; ties go to the smaller batch and the simpler configuration."""
+        worthwhile = [one for one in answers if self._certainly_better(one)]
+        if not worthwhile:
+            return self.answer(self.baseline)
+        top = max(self.gain(one) for one in worthwhile)
+        near = [one for one in worthwhile if self.gain(one) * WORTHWHILE_GAIN >= top]
+        return min(near, key=lambda one: (one.effective_batch_size, self.space.rank(one.config)))
+
+    def _certainly_better(self, answer: Answer) -> bool:
+        if self.gain(answer) < WORTHWHILE_GAIN:
+            return False
+        return self.settings.objective == "memory" or answer.speedup.interval[0] > 1
+
+    # --- one configuration ---
+
+    def answer(self, config: TrainingConfig) -> Answer:
+        """One configuration with its evidence; reasons and prices are added to those that are shown."""
+        space = self.space
+        confirmations = self.measurements(config, rounds=True)
+        every = [*confirmations, *self.measurements(config, rounds=False)]
+        counted = confirmations or every
+        value, interval = _joint_rate(counted)
+        weights = [one.weight_per_second for one in counted if one.weight_per_second is not None]
+        reserved = [one.memory.reserved_bytes for one in every if one.memory.reserved_bytes is not None]
+        parity = self.parity_results.get(space.numerics_key(config))
+        return Answer(
+            config=config,
+            effective_batch_size=space.effective_batch(config),
+            micro_batch_size=space.micro_batch(config),
+            micro_batches_per_step=space.micro_batches(config),
+            samples_per_second=value,
+            interval=interval,
+            weight_per_second=sum(weights) / len(weights) if weights else None,
+            speedup=self._speedup(config),
+            computes_the_same=space.numerics_key(config) == space.numerics_key(self.baseline),
+            confirmed_rounds=len(confirmations),
+            peak_allocated_bytes=max(one.memory.peak_allocated_bytes for one in every),
+            reserved_bytes=max(reserved, default=None),
+            compile_seconds=0.0,
+            compile_pays_after_steps=None,
+            parity=parity if isinstance(parity, ParityResult) else None,
+        )
+
+    def measurements(self, config: TrainingConfig, *, rounds: bool) -> list[Measurement]:
+        """Those of the confirmation, or those outside it."""
+        return [
+            trial.measurement
+            for trial in self.trials
+            if trial.config == config and trial.measurement is not None and (trial.round is not None) == rounds
+        ]
+
+    def first_measurement(self, config: TrainingConfig) -> Measurement | None:
+        """The one that the search itself made, with its resident rate."""
+        found = self.measurements(config, rounds=False)
+        return found[-1] if found else None
+
+    def round_pairs(self, config: TrainingConfig) -> list[tuple[Measurement, Measurement]]:
+        """The configuration and the baseline, in the rounds of the confirmation that both have."""
+        own, base = self._by_round(config), self._by_round(self.baseline)
+        return [(own[number], base[number]) for number in sorted(own.keys() & base.keys())]
+
+    def _by_round(self, config: TrainingConfig) -> dict[int, Measurement]:
+        return {
+            trial.round: trial.measurement
+            for trial in self.trials
+            if trial.config == config
+            and trial.round is not None
+            and trial.measurement is not None
+            and trial.failure is None
+        }
+
+    def _speedup(self, config: TrainingConfig) -> Ratio:
+        if config == self.baseline:
+            return Ratio(value=1.0, interval=(1.0, 1.0))
+        pairs = self.round_pairs(config)
+        if len(pairs) >= FEWEST_ROUNDS:
+            own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
+            value, interval = ratio(own, base)
+            return Ratio(value=value, interval=interval)
+        if not pairs:
+            first, reference = self.first_measurement(config), self.first_measurement(self.baseline)
+            assert first is not None and reference is not None
+            pairs = [(first, reference)]
+        return _ratio_of_few(pairs)
+
+
+def _ratio_of_few(pairs: Sequence[tuple[Measurement, Measurement]]) -> Ratio:
+    """From too few rounds to see well how far processes differ: what is expected of them counts as so many rounds more.
+
+    A moderated t interval (G. K. Smyth, 2004), to which the spread within the processes is added.
+    """
+    looks = [ratio_from_intervals(a.samples_per_second, a.interval, b.samples_per_second, b.interval) for a, b in pairs]
+    logs = [math.log(one) for one, _ in looks]
+    rounds, mean = len(logs), math.fsum(logs) / len(logs)
+    value = math.exp(mean)
+    if any(low <= 0 or high >= sys.float_info.max for _, (low, high) in looks):
+        return Ratio(value=value, interval=UNKNOWN)
+    degrees = EXPECTED_DEGREES + rounds - 1
+    expected = EXPECTED_DEGREES * 2 * PROCESS_SPREAD**2
+    variance = (expected + math.fsum((one - mean) ** 2 for one in logs)) / degrees
+    between = student_t(0.95, degrees) * math.sqrt(variance / rounds)
+    below = math.hypot(between, max(math.log(one / low) for one, (low, _) in looks) / math.sqrt(rounds))
+    above = math.hypot(between, max(math.log(high / one) for one, (_, high) in looks) / math.sqrt(rounds))
+    return Ratio(value=value, interval=(value * math.exp(-below), value * math.exp(above)))
+
+
+def _joint_rate(measurements: Sequence[Measurement]) -> tuple[float, tuple[float, float]]:
+    """Over several processes each is one block; within one, its own interval."""
+    if len(measurements) == 1:
+        return measurements[0].samples_per_second, measurements[0].interval
+    return rate([sum(one.blocks.samples) for one in measurements], [sum(one.blocks.seconds) for one in measurements])

@@ -1,0 +1,88 @@
+"""How long measurements take, and how long they may: shorter in a short budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.config import TrainingConfig
+from autotune.knobs.registry import KNOBS
+from autotune.records import PhaseTimeouts, SearchFacts, Settings, TrialKind, TrialRequest
+from autotune.space import SearchSpace
+
+SHORT_BUDGET_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long each measurement takes."""
+
+    block_seconds: float = 0.3
+    minimum_blocks: int = 3
+    maximum_blocks: int = 6
+    confirm_block_seconds: float = 1.0
+    confirm_minimum_blocks: int = 6
+    confirm_maximum_blocks: int = 12
+    soak_seconds: float = 20.0
+
+
+def pace_for(budget_seconds: float) -> Pace:
+    """The design's block lengths where there is time for them; in a short budget, half-second blocks to confirm."""
+    if budget_seconds >= SHORT_BUDGET_SECONDS:
+        return Pace()
+    return Pace(confirm_block_seconds=0.5, confirm_minimum_blocks=4, confirm_maximum_blocks=8, soak_seconds=8.0)
+
+
+def slow_to_start(config: TrainingConfig) -> bool:
+    """Whether something is compiled or tuned in the first step."""
+    return any(knob.slow_first_step(config[knob.name]) for knob in KNOBS)
+
+
+def trial_request(
+    kind: TrialKind,
+    config: TrainingConfig,
+    *,
+    confirm: bool,
+    space: SearchSpace,
+    settings: Settings,
+    pace: Pace,
+) -> TrialRequest:
+    """The request for a trial, with blocks and timeouts that suit it. `confirm`: measured for the confirmation."""
+    facts = space.facts
+    maximum_blocks = pace.confirm_maximum_blocks if confirm else pace.maximum_blocks
+    if kind == "soak":
+        maximum_blocks = max(4, round(pace.soak_seconds / pace.block_seconds))
+    return TrialRequest(
+        kind=kind,
+        config=config,
+        conditions=settings.conditions,
+        blocks=facts.workload.blocks,
+        block_seconds=pace.confirm_block_seconds if confirm else pace.block_seconds,
+        minimum_blocks=pace.confirm_minimum_blocks if confirm else pace.minimum_blocks,
+        maximum_blocks=maximum_blocks,
+        measure_resident=not confirm,
+        timeouts=_timeouts(
+            facts,
+            budget_seconds=settings.budget_seconds,
+            effective_batch_size=space.effective_batch(config),
+            compiles=slow_to_start(config) or facts.workload.model_is_compiled,
+            block_seconds=pace.confirm_block_seconds,
+        ),
+    )
+
+
+def _timeouts(
+    facts: SearchFacts, *, budget_seconds: float, effective_batch_size: int, compiles: bool, block_seconds: float
+) -> PhaseTimeouts:
+    """Twenty of the user's own steps scaled to this batch, and never so long that one hang takes the budget.
+
+    Only where something may be compiled does the first step get minutes.
+    """
+    workload = facts.workload
+    step_seconds = workload.step_seconds * max(1.0, effective_batch_size / max(1, workload.batch_size))
+    quarter = budget_seconds / 4
+    eager = min(max(15.0, 20 * step_seconds), max(15.0, quarter))
+    return PhaseTimeouts(
+        build_seconds=max(30.0, min(120.0, quarter)),
+        compile_seconds=min(300.0, max(30.0, quarter)) if compiles else eager,
+        measure_seconds=max(30.0, min(240.0, eager + 40 * block_seconds)),
+    )

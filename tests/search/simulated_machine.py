@@ -1,0 +1,345 @@
+"""`SimulatedMachine`: a `TrialBackend` of closed formulas, with a clock of its own that moves only while a trial runs.
+
+What a search decides can so be held against what is best by the formulas, over many seeds, in no time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autotune.config import TrainingConfig, Value
+from autotune.knobs.registry import KNOBS
+from autotune.records import (
+    Blocks,
+    Failure,
+    FailureKind,
+    LoaderProbe,
+    Measurement,
+    MemoryMarks,
+    MemoryProbe,
+    ParityResult,
+    Phase,
+    SearchFacts,
+    SoakResult,
+    TrialAnswer,
+    TrialKind,
+    TrialRequest,
+)
+from autotune.space import SearchSpace
+from autotune.stats import rate
+
+Pairs = Mapping[tuple[str, Value], float]
+RESERVED_OVER_ALLOCATED = 1.05
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Configurations that have these values fail in trials of this kind, after so many that went well."""
+
+    kind: TrialKind
+    having: Mapping[str, Value]
+    failure: FailureKind
+    phase: Phase = "measure"
+    after: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a training step costs. Seconds and bytes; a pair of knob and value stands for a factor."""
+
+    sample_seconds: float
+    """Forward and backward of a sample."""
+    launch_seconds: float = 0.0
+    """No micro-batch is faster than that."""
+    update_seconds: float = 0.0
+    load_seconds: float = 0.0
+    """To load a sample, in one process."""
+    copy_seconds: float = 0.0
+    """To bring a sample to the device, unless the loader pins."""
+    sample_speedups: Pairs = field(default_factory=dict)
+    launch_speedups: Pairs = field(default_factory=dict)
+    update_speedups: Pairs = field(default_factory=dict)
+    constant_bytes: int = 100 * 2**20
+    sample_bytes: int = 2**20
+    memory_shares: Pairs = field(default_factory=dict)
+    """Of `sample_bytes`, what a value leaves."""
+    wrong: tuple[Mapping[str, Value], ...] = ()
+    """Values with which gradients differ."""
+    faults: tuple[Fault, ...] = ()
+    compile_seconds: float = 20.0
+    process_spread: float = 0.01
+    """Standard deviation of the logarithm of the rate, from process to process."""
+    block_spread: float = 0.01
+
+    def micro_batch_seconds(self, config: TrainingConfig) -> tuple[float, float]:
+        """Of the device and of the host, which work side by side."""
+        device = _size(config) * self.sample_seconds / _product(config, self.sample_speedups)
+        return device, self.launch_seconds / _product(config, self.launch_speedups)
+
+    def step_seconds(self, config: TrainingConfig, micro_batches: int) -> float:
+        """On batches that lie ready."""
+        update = self.update_seconds / _product(config, self.update_speedups)
+        return micro_batches * max(self.micro_batch_seconds(config)) + update
+
+    def samples_per_second(self, config: TrainingConfig, micro_batches: int, cores: int) -> float:
+        """End to end. Workers that have no core of their own take from the step."""
+        samples = _size(config) * micro_batches
+        workers = int(config["num_workers"])
+        copy = 0.0 if config["pin_memory"] else samples * self.copy_seconds
+        step = self.step_seconds(config, micro_batches) + copy
+        loading = samples * self.load_seconds
+        if workers == 0:
+            return samples / (step + loading)
+        crowded = max(0, workers + 1 - cores)
+        return samples / max(step * (1 + 0.05 * crowded), loading / min(workers, cores))
+
+    def peak_bytes(self, config: TrainingConfig) -> int:
+        """Allocated, affine in the micro-batch."""
+        share = math.prod(factor for (name, value), factor in self.memory_shares.items() if config[name] == value)
+        return int(self.constant_bytes + _size(config) * self.sample_bytes * share)
+
+    def is_wrong(self, config: TrainingConfig) -> bool:
+        """Whether it trains something else than the user's program does."""
+        return any(_has(config, values) for values in self.wrong)
+
+
+class SimulatedMachine:
+    """Answers every kind of request as a real process would. `clock` is what a `Budget` takes.
+
+    `interrupt_at` raises KeyboardInterrupt within the request of that number, counted from 0.
+    """
+
+    def __init__(self, program: Program, space: SearchSpace, *, seed: int = 0) -> None:
+        self.program = program
+        self.requests: list[TrialRequest] = []
+        self.answers: list[TrialAnswer] = []
+        self.now_seconds = 0.0
+        self.interrupt_at: int | None = None
+        self._space = space
+        self._seed = seed
+        self._compiled: set[str] = set()
+
+    def clock(self) -> float:
+        """Seconds since the machine was switched on."""
+        return self.now_seconds
+
+    def asked(self, kind: TrialKind) -> list[TrainingConfig]:
+        """The configurations of all requests of a kind, in their order."""
+        return [request.config for request in self.requests if request.kind == kind]
+
+    def true_rate(self, config: TrainingConfig) -> float:
+        """Samples per second without noise."""
+        return self.program.samples_per_second(config, self._micro_batches(config), self._facts.machine.usable_cores)
+
+    def usable(self, config: TrainingConfig, limit_bytes: int | None) -> bool:
+        """Whether it runs within the limit, trains the same and survives."""
+        program = self.program
+        if self._space.conflict(config) is not None or program.is_wrong(config):
+            return False
+        if limit_bytes is not None and RESERVED_OVER_ALLOCATED * program.peak_bytes(config) > 0.95 * limit_bytes:
+            return False
+        return not any(_has(config, fault.having) for fault in program.faults)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def run(self, request: TrialRequest, on_phase: Callable[[Phase], None] | None = None) -> TrialAnswer:
+        """The answer, after which the clock stands where the trial would have ended."""
+        number = len(self.requests)
+        self.requests.append(request)
+        if self.interrupt_at == number:
+            raise KeyboardInterrupt
+        assert self._space.conflict(request.config) is None, f"asked to run {request.config}, which conflicts"
+        if on_phase is not None:
+            on_phase("measure")
+        answer = self._failed(request) or self._answered(request, random.Random(f"{self._seed} {number}"))
+        self.now_seconds += answer.seconds
+        self.answers.append(answer)
+        return answer
+
+    # --- inside ---
+
+    @property
+    def _facts(self) -> SearchFacts:
+        return self._space.facts
+
+    def _micro_batches(self, config: TrainingConfig) -> int:
+        return self._space.micro_batches(config)
+
+    def _limit_bytes(self, request: TrialRequest) -> int | None:
+        asked = request.conditions.memory_limit_bytes
+        card = self._facts.machine.gpus[0].total_bytes if self._facts.device == "cuda" else asked
+        return card if asked is None or card is None else min(asked, card)
+
+    def _failed(self, request: TrialRequest) -> TrialAnswer | None:
+        config, limit = request.config, self._limit_bytes(request)
+        peak = self.program.peak_bytes(config)
+        if limit is not None and peak > limit:
+            kind: FailureKind = "device_oom" if self._facts.device == "cuda" else "host_oom"
+            message = f"{peak / 2**30:.2f} GiB do not fit into {limit / 2**30:.2f} GiB"
+            return TrialAnswer(failure=Failure(kind=kind, phase="compile", message=message), seconds=1.5)
+        for fault in self.program.faults:
+            earlier = sum(r.config == config and r.kind == request.kind for r in self.requests) - 1
+            if fault.kind == request.kind and _has(config, fault.having) and earlier >= fault.after:
+                failure = Failure(kind=fault.failure, phase=fault.phase, message=f"it fails with {dict(fault.having)}")
+                hangs = fault.failure == "timeout"
+                return TrialAnswer(failure=failure, seconds=request.timeouts.compile_seconds if hangs else 2.0)
+        return None
+
+    def _answered(self, request: TrialRequest, noise: random.Random) -> TrialAnswer:
+        match request.kind:
+            case "measure":
+                measurement = self._measured(request, noise)
+                measuring = sum(measurement.blocks.seconds) * (2.0 if request.measure_resident else 1.0)
+                return TrialAnswer(measurement=measurement, seconds=measurement.process_seconds + measuring)
+            case "memory":
+                return self._probed_memory(request)
+            case "loader":
+                return self._probed_loader(request, noise)
+            case "parity":
+                return TrialAnswer(
+                    parity=self._compared(request.config), seconds=2.0 + self._first_step(request.config)
+                )
+            case "soak":
+                seconds = request.block_seconds * request.maximum_blocks
+                soak = SoakResult(
+                    steps=100, samples_per_second=self.true_rate(request.config), growth_bytes_per_step=0.0,
+                    allocator_retries=0,
+                )  # fmt: skip
+                return TrialAnswer(soak=soak, seconds=1.0 + seconds)
+        raise AssertionError(f"a search asks for no {request.kind}")
+
+    def _measured(self, request: TrialRequest, noise: random.Random) -> Measurement:
+        config = request.config
+        micro_batches = self._micro_batches(config)
+        process = math.exp(noise.gauss(0, self.program.process_spread))
+        blocks = self._blocks(request, self.true_rate(config) * process, noise)
+        value, interval = rate(blocks.samples, blocks.seconds)
+        device, host = self.program.micro_batch_seconds(config)
+        first_step = self._first_step(config)
+        resident_rate = _size(config) * micro_batches / self.program.step_seconds(config, micro_batches) * process
+        return Measurement(
+            samples_per_second=value,
+            interval=interval,
+            blocks=blocks,
+            resident_samples_per_second=resident_rate if request.measure_resident else None,
+            resident_blocks=blocks if request.measure_resident else None,
+            memory=self._marks(config),
+            micro_batch_size=_size(config),
+            micro_batches_per_step=micro_batches,
+            warmup_steps=3,
+            build_seconds=0.5,
+            first_step_seconds=first_step,
+            process_seconds=1.0 + first_step,
+            compiled_graphs=int(self._compiles(config)),
+            device_lag_share=max(0.0, 1 - host / device) if self._facts.device == "cuda" else None,
+        )
+
+    def _blocks(self, request: TrialRequest, true_rate: float, noise: random.Random) -> Blocks:
+        """Until the interval is as narrow as was asked for, or there are as many as allowed."""
+        samples = self._space.effective_batch(request.config)
+        steps = max(1, math.ceil(request.block_seconds * true_rate / samples))
+        seconds: list[float] = []
+        while len(seconds) < request.maximum_blocks:
+            seconds.append(steps * samples / true_rate * math.exp(noise.gauss(0, self.program.block_spread)))
+            if len(seconds) >= request.minimum_blocks:
+                value, (low, high) = rate([steps * samples] * len(seconds), seconds)
+                if (high - low) / 2 <= request.relative_precision * value:
+                    break
+        count = len(seconds)
+        return Blocks(seconds=tuple(seconds), samples=(steps * samples,) * count, steps=(steps,) * count)
+
+    def _marks(self, config: TrainingConfig) -> MemoryMarks:
+        peak = self.program.peak_bytes(config)
+        reserved = int(RESERVED_OVER_ALLOCATED * peak) if self._facts.device == "cuda" else None
+        return MemoryMarks(peak_allocated_bytes=peak, reserved_bytes=reserved)
+
+    def _probed_memory(self, request: TrialRequest) -> TrialAnswer:
+        config, limit, marks = request.config, self._limit_bytes(request), self._marks(request.config)
+        step = self.program.step_seconds(config, self._micro_batches(config))
+        usable = None if limit is None else (1 - request.conditions.memory_margin) * limit
+        fits = usable is None or (marks.reserved_bytes or marks.peak_allocated_bytes) <= usable
+        probe = MemoryProbe(
+            micro_batch_size=_size(config), memory=marks, limit_bytes=limit, fits=fits,
+            reason="" if fits else "it left no margin", step_seconds=step,
+        )  # fmt: skip
+        return TrialAnswer(memory=probe, seconds=1.0 + self._first_step(config) + 4 * step)
+
+    def _probed_loader(self, request: TrialRequest, noise: random.Random) -> TrialAnswer:
+        workers = int(request.config["num_workers"])
+        pace = max(1, workers) / max(self.program.load_seconds, 1e-6)
+        blocks = self._blocks(request, pace, noise)
+        probe = LoaderProbe(
+            num_workers=workers, micro_batch_size=_size(request.config),
+            samples_per_second=rate(blocks.samples, blocks.seconds)[0], blocks=blocks,
+        )  # fmt: skip
+        return TrialAnswer(loader=probe, seconds=1.0 + sum(blocks.seconds))
+
+    def _compared(self, config: TrainingConfig) -> ParityResult:
+        wrong = self.program.is_wrong(config)
+        return ParityResult(
+            passed=not wrong, reason="the gradient is 40 % off" if wrong else "the same but for rounding",
+            relative_error=0.4 if wrong else 0.001, cosine=0.9 if wrong else 1.0, floor=0.001, tolerance=0.003,
+            reference_losses=(2.0, 1.9), candidate_losses=(2.0, 1.9), micro_batch_size=_size(config),
+            micro_batches_per_step=self._micro_batches(config),
+        )  # fmt: skip
+
+    def _compiles(self, config: TrainingConfig) -> bool:
+        return config["compile_mode"] != "as_is"
+
+    def _first_step(self, config: TrainingConfig) -> float:
+        """Seconds; what was compiled once lies in the compiler's cache."""
+        step = self.program.step_seconds(config, self._micro_batches(config))
+        if not self._compiles(config):
+            return step
+        key = config.replace({"num_workers": 0, "pin_memory": False}).key
+        cold = key not in self._compiled
+        self._compiled.add(key)
+        return step + self.program.compile_seconds * (1.0 if cold else 0.3)
+
+
+def true_optimum(
+    machine: SimulatedMachine, space: SearchSpace, *, held: int | None, limit_bytes: int | None
+) -> tuple[TrainingConfig, float]:
+    """The fastest configuration of the space that runs, trains the same and keeps the batch, with its rate.
+
+    No loader makes a step faster than it is on batches that lie ready, so only the best steps need all loaders.
+    """
+    loaders = [knob.name for knob in KNOBS if knob.stage == "loader"]
+    steps = [
+        (space.effective_batch(config) / machine.program.step_seconds(config, space.micro_batches(config)), config)
+        for config in _points(space, {name: values for name, values in space.choices.items() if name not in loaders})
+        if held is None or space.effective_batch(config) == held
+    ]
+    best, best_rate = space.baseline, 0.0
+    for resident_rate, step in sorted(steps, key=lambda pair: -pair[0]):
+        if resident_rate <= best_rate:
+            break
+        for values in itertools.product(*(space.choices[name] for name in loaders)):
+            config = step.replace(dict(zip(loaders, values, strict=True)))
+            if machine.usable(config, limit_bytes) and machine.true_rate(config) > best_rate:
+                best, best_rate = config, machine.true_rate(config)
+    return best, best_rate
+
+
+def _points(space: SearchSpace, choices: Mapping[str, tuple[Value, ...]]) -> Iterable[TrainingConfig]:
+    for values in itertools.product(*choices.values()):
+        config = space.start.replace(dict(zip(choices, values, strict=True)))
+        if space.conflict(config) is None:
+            yield config
+
+
+def _size(config: TrainingConfig) -> int:
+    return int(config["batch_size"])
+
+
+def _has(config: TrainingConfig, values: Mapping[str, Value]) -> bool:
+    return all(config[name] == value for name, value in values.items())
+
+
+def _product(config: TrainingConfig, factors: Pairs) -> float:
+    return math.prod(factor for (name, value), factor in factors.items() if config[name] == value)
