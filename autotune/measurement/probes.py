@@ -19,9 +19,9 @@ from autotune.workload import UserFunctions
 
 STEPS = 3
 """Enough for the optimizer's state to exist and for the allocator to have seen a whole step twice."""
-WINDOWS_TO_LOOK_THROUGH = 64
-SECONDS_TO_LOOK_THROUGH = 3.0
-"""The largest batch is looked for among so many, for so long: ragged data needs the longest one."""
+RAGGED_SECONDS = 3.0
+UNIFORM_SECONDS = 0.2
+"""How long the largest batch is looked for in one pass: where batches were seen to differ in size, and where not yet."""
 
 
 def probe_memory(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> MemoryProbe:
@@ -30,7 +30,7 @@ def probe_memory(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     phase("measure")
     training, meter = running.training, running.meter
     watched_step(training, next(running.windows), meter)
-    peaks = watched_step(training, _largest_window(running.windows), meter)
+    peaks = watched_step(training, _largest_window(running.windows, training.loader.steps_in_pass()), meter)
     begin = time.perf_counter()
     for _ in range(STEPS - 2):
         training.step(next(running.windows))
@@ -55,22 +55,26 @@ def probe_memory(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     )
 
 
-def _largest_window(windows: Iterator[Window]) -> Window:
-    """Of the next windows, the one with the most elements; equal ones end the search at the second."""
+def _largest_window(windows: Iterator[Window], steps_in_pass: int | None) -> Window:
+    """Of the windows of one pass, the one with the most elements, as far as there is time to look."""
     begin = time.perf_counter()
     best = next(windows)
-    sizes = {_elements(best)}
-    for _ in range(WINDOWS_TO_LOOK_THROUGH - 1):
-        if time.perf_counter() - begin > SECONDS_TO_LOOK_THROUGH:
+    ragged = False
+    looked_at = 1
+    while steps_in_pass is None or looked_at < steps_in_pass:
+        if time.perf_counter() - begin > (RAGGED_SECONDS if ragged else UNIFORM_SECONDS):
             break
         window = next(windows)
-        size = _elements(window)
-        if size > _elements(best):
+        looked_at += 1
+        # the short end of a pass does not make the data ragged
+        ragged = ragged or (_elements(window) != _elements(best) and _samples(window) == _samples(best))
+        if _elements(window) > _elements(best):
             best = window
-        sizes.add(size)
-        if len(sizes) == 1:
-            break
     return best
+
+
+def _samples(window: Window) -> int:
+    return sum(item.samples for item in window)
 
 
 def _elements(window: Window) -> int:

@@ -8,11 +8,12 @@ import torch
 
 from autotune.measurement.clock import BlockClock, synchronize
 from autotune.measurement.measure import PhaseReport, started
+from autotune.quantities import format_rate
 from autotune.records import SoakResult, TrialRequest
 from autotune.stats import rate
 from autotune.surgery.batches import to_device
 from autotune.training.training import Training
-from autotune.training.windows import Window, WindowLoader
+from autotune.training.windows import Window
 from autotune.workload import UserFunctions
 
 LEAK_BYTES_PER_STEP = 16 * 2**10
@@ -27,7 +28,7 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     phase("soak")
     training, meter = running.training, running.meter
     clock = BlockClock(meter.device)
-    steps_in_pass = _steps_in_pass(training.loader)
+    steps_in_pass = training.loader.steps_in_pass() or 0
     steps = 1
     begin = time.perf_counter()
     goal_seconds = request.block_seconds * request.maximum_blocks
@@ -57,7 +58,7 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     third = max(1, len(rates) // 3)
     first, last = sum(rates[:third]) / third, sum(rates[-third:]) / third
     if last < STEADY_SHARE * first:
-        findings.append(f"throughput fell from {first:.4g} to {last:.4g} samples/s while it ran")
+        findings.append(f"throughput fell from {format_rate(first)} to {format_rate(last)} samples/s while it ran")
     _evaluate_and_reload(running.training, running.first_window)
     training.step(next(running.windows))
     synchronize(meter.device)
@@ -73,13 +74,6 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
         allocator_retries=retries,
         findings=tuple(findings),
     )
-
-
-def _steps_in_pass(loader: WindowLoader) -> int:
-    try:
-        return len(loader)
-    except TypeError:  # an IterableDataset has no length
-        return 0
 
 
 def _evaluate_and_reload(training: Training, window: Window) -> None:

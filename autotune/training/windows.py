@@ -52,3 +52,10 @@ class WindowLoader:
         if self.loader.drop_last:
             return batches // self.micro_batches_per_step
         return math.ceil(batches / self.micro_batches_per_step)
+
+    def steps_in_pass(self) -> int | None:
+        """Windows in one pass, or None where that is not known."""
+        try:
+            return len(self)
+        except TypeError:  # an IterableDataset has no length
+            return None
