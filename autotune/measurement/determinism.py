@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotune.surgery.batches import map_tensors
+
 _FUNCTIONAL_DROPOUTS = (
     "dropout",
     "dropout1d",
@@ -130,13 +132,13 @@ def eager() -> Iterator[None]:
         yield
 
 
-def random_state() -> list[object]:
-    """The states of all generators that a model may draw from: equal before and after a step that drew nothing."""
-    states: list[object] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+def random_state() -> dict[str, object]:
+    """The states of all generators that a model may draw from, by library: equal before and after drawing nothing."""
+    states: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+        states["torch"] = (states["torch"], *(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()))
     if "numpy" in sys.modules:
-        states.append(repr(sys.modules["numpy"].random.get_state()))
+        states["numpy"] = repr(sys.modules["numpy"].random.get_state())
     return states
 
 
@@ -148,3 +150,37 @@ def round_to(tensor: torch.Tensor, kind: str) -> torch.Tensor:
         bits = tensor.view(torch.int32)
         return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
     return tensor.to(getattr(torch, kind)).to(torch.float32)
+
+
+class _Rounding(torch.autograd.Function):
+    """Rounds on the way forward and the gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.kind = kind
+        return round_to(tensor, kind)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return round_to(gradient, ctx.kind), None
+
+
+@contextmanager
+def outputs_rounded(model: nn.Module, kind: str) -> Iterator[None]:
+    """What each innermost module returns is rounded, as it is when it is computed in that type, and its gradient too."""
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32:
+            return tensor
+        result: torch.Tensor = _Rounding.apply(tensor, kind)  # type: ignore[no-untyped-call]
+        return result
+
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [
+        module.register_forward_hook(lambda module, args, output: map_tensors(output, rounded)) for module in leaves
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,4 +1,4 @@
-"""Gradients held against each other: global error, cosine, and the worst tensor. Tensors in, numbers out."""
+"""Gradients and buffers held against each other: errors, cosine, the worst tensor. Tensors in, numbers out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ Gradients = dict[str, torch.Tensor | None]
 SMALL_SHARE = 1e-4
 """Tensors whose gradient is below this share of the largest are left out of the per-tensor gate: a bias before BatchNorm
 has a true gradient of zero, and its rounding errors are all there is to see."""
+VANISHED_SHARE = 0.1
+"""A tensor shorter than this share of the reference's has lost its gradient; noise makes one longer, not shorter."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,20 @@ class Comparison:
     errors: dict[str, float] = field(default_factory=dict)
     """Relative error of each tensor that counts."""
     missing: tuple[str, ...] = ()
-    """Parameters with a gradient in the reference and none in the candidate."""
+    """Parameters with a gradient other than zero in the reference, however small, and none in the candidate."""
+    vanished: tuple[str, ...] = ()
+    """Parameters that count, whose gradient is there and next to nothing."""
 
 
 def compare(reference: Gradients, candidate: Gradients) -> Comparison:
     """`candidate` against `reference`; both with the same parameter names. A value that is not finite gives infinity."""
     norms = {name: float(torch.linalg.vector_norm(grad)) for name, grad in reference.items() if grad is not None}
     largest = max(norms.values(), default=0.0)
-    missing = tuple(
-        name for name, norm in norms.items() if norm > SMALL_SHARE * largest and candidate.get(name) is None
-    )
+    missing = tuple(name for name, norm in norms.items() if norm > 0 and candidate.get(name) is None)
     squared_error = squared_reference = squared_candidate = product = 0.0
     errors: dict[str, float] = {}
-    for name in reference.keys() | candidate.keys():
+    vanished: list[str] = []
+    for name in dict.fromkeys((*reference, *candidate)):
         expected, got = reference.get(name), candidate.get(name)
         if expected is None and got is None:
             continue
@@ -54,6 +57,8 @@ def compare(reference: Gradients, candidate: Gradients) -> Comparison:
         product += float(torch.dot(expected.flatten(), got.flatten()))
         if norm > SMALL_SHARE * largest and norm > 0:
             errors[name] = difference / norm
+            if own < VANISHED_SHARE * norm:
+                vanished.append(name)
     if not math.isfinite(squared_error + squared_candidate):
         return Comparison(math.inf, 0.0, _first_not_finite(candidate), math.inf, errors, missing)
     worst = max(errors, key=lambda name: errors[name], default=None)
@@ -65,6 +70,7 @@ def compare(reference: Gradients, candidate: Gradients) -> Comparison:
         worst_error=errors[worst] if worst is not None else 0.0,
         errors=errors,
         missing=missing,
+        vanished=tuple(vanished),
     )
 
 
@@ -73,3 +79,20 @@ def _first_not_finite(gradients: Gradients) -> str | None:
         if gradient is not None and not bool(torch.isfinite(gradient).all()):
             return name
     return None
+
+
+def compare_buffers(reference: dict[str, torch.Tensor], candidate: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The relative error of each buffer; of counters and other whole numbers 1 where they differ at all."""
+    errors: dict[str, float] = {}
+    for name, expected in reference.items():
+        got = candidate[name]
+        if not expected.dtype.is_floating_point:
+            errors[name] = float(not torch.equal(got, expected))
+            continue
+        # Equal infinities are no difference: a mask of an attention is full of them.
+        same = (got == expected) | (got.isnan() & expected.isnan())
+        difference = torch.linalg.vector_norm((got.float() - expected.float()).masked_fill(same, 0.0))
+        size = torch.linalg.vector_norm(expected.float().masked_fill(~expected.isfinite(), 0.0))
+        error = float(difference / size.clamp_min(1e-6))
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors
