@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from autotune.measurement.gradients import compare, compare_buffers
+
+
+def gradients(**values: list[float] | None) -> dict[str, torch.Tensor | None]:
+    return {name: None if value is None else torch.tensor(value) for name, value in values.items()}
+
+
+def test_equal_gradients_differ_by_nothing() -> None:
+    found = compare(gradients(a=[1.0, 2.0], b=None), gradients(a=[1.0, 2.0], b=None))
+    assert (found.relative_error, found.cosine, found.missing, found.vanished) == (0.0, pytest.approx(1.0), (), ())
+
+
+def test_the_error_is_of_all_together_and_of_each() -> None:
+    found = compare(gradients(a=[3.0], b=[4.0]), gradients(a=[3.0], b=[2.0]))
+    assert found.relative_error == pytest.approx(2 / 5)
+    assert found.errors == {"a": 0.0, "b": pytest.approx(0.5)}
+    assert (found.worst_parameter, found.worst_error) == ("b", pytest.approx(0.5))
+
+
+def test_another_length_has_a_cosine_of_one_and_another_sign_of_minus_one() -> None:
+    assert compare(gradients(a=[1.0, 1.0]), gradients(a=[4.0, 4.0])).cosine == pytest.approx(1.0)
+    assert compare(gradients(a=[1.0, 1.0]), gradients(a=[-1.0, -1.0])).cosine == pytest.approx(-1.0)
+
+
+def test_a_gradient_that_is_gone_is_missing_however_small_it_was() -> None:
+    reference = gradients(large=[1.0], small=[1e-9], nothing=[0.0])
+    found = compare(reference, gradients(large=[1.0], small=None, nothing=None))
+    assert found.missing == ("small",)
+    assert "small" not in found.errors
+
+
+def test_a_gradient_that_is_there_and_zero_has_vanished() -> None:
+    found = compare(gradients(a=[1.0], b=[1.0], tiny=[1e-6]), gradients(a=[1.0], b=[0.05], tiny=[0.0]))
+    assert found.vanished == ("b",)
+
+
+def test_a_gradient_where_the_reference_has_none_counts_as_error() -> None:
+    found = compare(gradients(a=[1.0], b=None), gradients(a=[1.0], b=[1.0]))
+    assert found.relative_error == pytest.approx(1.0)
+
+
+def test_tensors_with_next_to_no_gradient_are_left_out_of_the_single_errors() -> None:
+    assert set(compare(gradients(a=[1.0], b=[1e-5]), gradients(a=[1.0], b=[1e-3])).errors) == {"a"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_infinitely_far_and_named(value: float) -> None:
+    found = compare(gradients(a=[1.0], b=[1.0]), gradients(a=[1.0], b=[value]))
+    assert found.relative_error == math.inf
+    assert found.worst_parameter == "b"
+
+
+def test_nothing_against_nothing_is_no_difference() -> None:
+    assert compare(gradients(a=None), gradients(a=None)).relative_error == 0.0
+    assert compare(gradients(a=[0.0]), gradients(a=[2.0])).relative_error == pytest.approx(2.0)
+
+
+def test_buffers_averages_are_relative_and_counters_all_or_nothing() -> None:
+    reference = {"mean": torch.tensor([1.0, 0.0]), "count": torch.tensor(1)}
+    assert compare_buffers(reference, {"mean": torch.tensor([1.5, 0.0]), "count": torch.tensor(2)}) == {
+        "mean": pytest.approx(0.5),
+        "count": 1.0,
+    }
+
+
+def test_buffers_equal_infinities_are_equal_and_others_are_not() -> None:
+    reference = {"mask": torch.tensor([0.0, -math.inf, math.nan])}
+    assert compare_buffers(reference, {"mask": reference["mask"].clone()}) == {"mask": 0.0}
+    assert compare_buffers(reference, {"mask": torch.tensor([0.0, 0.0, math.nan])}) == {"mask": math.inf}
