@@ -141,14 +141,15 @@ def test_round_to_leaves_other_types_alone() -> None:
 def test_outputs_rounded_rounds_what_modules_return_and_its_gradient() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GRU(8, 8))
-    seen: list[torch.Tensor] = []
+    x = X.clone().requires_grad_()
     with outputs_rounded(model, "bfloat16"):
         hidden = model[0](X)
-        hidden.register_hook(seen.append)
         output = model[1](hidden)[0]
-        output.square().sum().backward()
-    for tensor in (hidden, output, seen[0]):
+    with outputs_rounded(nn.Sequential(identity := nn.Identity()), "bfloat16"):
+        (identity(x) * torch.pi).sum().backward()
+    for tensor in (hidden, output, x.grad):
         assert torch.equal(round_to(tensor, "bfloat16"), tensor)
+    assert float(x.grad[0, 0, 0]) == 3.140625
     assert not torch.equal(round_to(model[0](X), "bfloat16"), model[0](X))
 
 
