@@ -54,6 +54,9 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
         if answer.memory is not None:
             peaks[size] = answer.memory.memory.peak_allocated_bytes
         _tell_watcher(session, size, answer)
+        if answer.failure is not None and answer.failure.kind == "timeout" and not keep_global_batch:
+            stopped = f"a batch of {size} hung for {answer.seconds:.0f} s, and each further probe might"
+            break
         if answer.memory is not None and answer.memory.step_seconds > LONGEST_PROBE_SHARE * session.budget.seconds:
             stopped = f"a step of {size} takes {answer.memory.step_seconds:.1f} s, too long for this budget"
             break

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
-from autotune.records import OUT_OF_MEMORY, FailureKind, Trial, TrialAnswer
+from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, Trial, TrialAnswer
 from autotune.space import SearchSpace
+
+CHANGES_FAIL: frozenset[FailureKind] = frozenset(
+    {"numerics", "user_error", "compile_error", "cuda_error", "launch_limit"}
+)
+"""What fails so fails again with the same changes."""
+CHANGES_FAIL_FURTHER: frozenset[FailureKind] = frozenset({"timeout", "crash", "file_limit", "shared_memory"})
+"""What fails so also fails with more of the same: larger batches, more workers. Finding that out each time would be dear."""
 
 
 @dataclass(frozen=True)
@@ -20,28 +27,26 @@ class TooLarge:
 
 
 class Obstacles:
-    """Learns from every trial and every memory probe, in whatever order."""
+    """Learns from every trial and every probe, in whatever order."""
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
         self._too_large: dict[tuple[tuple[str, Value], ...], TooLarge] = {}
-        self._wrong: dict[int, Trial] = {}
+        self._failed: dict[tuple[str, object], tuple[TrainingConfig, Failure]] = {}
         self._largest_that_ran = 0
 
     def learn_trial(self, trial: Trial) -> None:
         """A finished trial, or what became of it later."""
-        self._wrong.pop(trial.number, None)
+        self._failed.pop(("trial", trial.number), None)
         if trial.failure is None:
             self._ran(trial.config)
-        elif trial.failure.kind in OUT_OF_MEMORY and trial.failure.phase != "parity":
-            self._did_not_fit(trial.config, trial.failure.kind)
-        elif trial.failure.kind == "numerics":
-            self._wrong[trial.number] = trial
+        else:
+            self._learn_failure(("trial", trial.number), trial.config, trial.failure)
 
-    def learn_memory_probe(self, config: TrainingConfig, answer: TrialAnswer) -> None:
-        """A configuration that was run for its memory alone."""
-        if answer.failure is not None and answer.failure.kind in OUT_OF_MEMORY:
-            self._did_not_fit(config, answer.failure.kind)
+    def learn_probe(self, kind: str, config: TrainingConfig, answer: TrialAnswer) -> None:
+        """A configuration that was run for its memory alone, or whose loader was run alone."""
+        if answer.failure is not None:
+            self._learn_failure((kind, config), config, answer.failure)
         elif answer.memory is not None and not answer.memory.fits:
             self._did_not_fit(config, None)
         elif answer.memory is not None:
@@ -56,27 +61,37 @@ class Obstacles:
         return self._space.micro_batch(config) > 2 * self._largest_that_ran
 
     def reason(self, config: TrainingConfig, baseline: TrainingConfig | None) -> str | None:
-        """Why this configuration is not worth running: a conflict, a size that does not fit, or wrong numerics."""
+        """Why this configuration is not worth running: a conflict, a size that does not fit, or what failed before."""
         conflict = self._space.conflict(config)
         if conflict is not None:
             return conflict
         known = self.too_large(config)
         if known is not None and self._space.micro_batch(config) >= known.micro_batch_size:
             return f"a batch of {known.micro_batch_size} does not fit with the same memory settings"
-        return None if baseline is None else self._trains_differently(config, baseline)
+        return None if baseline is None else self._failed_alike(config, baseline)
 
-    def _trains_differently(self, config: TrainingConfig, baseline: TrainingConfig) -> str | None:
-        """What was seen to train differently blames all that it changes in the step, and whatever changes that too."""
-        for trial in self._wrong.values():
-            changed = {
-                knob.name: trial.config[knob.name]
-                for knob in KNOBS
-                if knob.stage != "loader" and trial.config[knob.name] != baseline[knob.name]
-            }
-            if changed and all(config[name] == value for name, value in changed.items()):
-                assert trial.failure is not None
-                return f"trains differently: {trial.failure.message}"
+    def _failed_alike(self, config: TrainingConfig, baseline: TrainingConfig) -> str | None:
+        """A failure blames all that its configuration changes, and whatever changes that too."""
+        for failed, failure in self._failed.values():
+            names = [name for name in failed.changes_from(baseline) if self._matters(name, failure.kind)]
+            further = failure.kind in CHANGES_FAIL_FURTHER
+            if names and all(_as_far(config[name], failed[name], baseline[name], further) for name in names):
+                what = "trains differently" if failure.kind == "numerics" else f"failed alike ({failure.kind})"
+                return f"{what}: {failure.message}"
         return None
+
+    @staticmethod
+    def _matters(name: str, kind: FailureKind) -> bool:
+        """How batches are loaded changes no number."""
+        return kind != "numerics" or any(knob.name == name and knob.stage != "loader" for knob in KNOBS)
+
+    def _learn_failure(self, key: tuple[str, object], config: TrainingConfig, failure: Failure) -> None:
+        if failure.phase == "parity" and failure.kind != "numerics":
+            return  # of the check, not of the configuration
+        if failure.kind in OUT_OF_MEMORY:
+            self._did_not_fit(config, failure.kind)
+        elif failure.kind in CHANGES_FAIL | CHANGES_FAIL_FURTHER:
+            self._failed[key] = config, failure
 
     def _ran(self, config: TrainingConfig) -> None:
         self._largest_that_ran = max(self._largest_that_ran, self._space.micro_batch(config))
@@ -86,3 +101,10 @@ class Obstacles:
         known = self._too_large.get(memory_class)
         if known is None or size < known.micro_batch_size:
             self._too_large[memory_class] = TooLarge(size, kind)
+
+
+def _as_far(value: Value, failed: Value, base: Value, further: bool) -> bool:
+    """Whether a value is the one that failed or, with `further`, a number that lies beyond it as seen from the baseline."""
+    if further and all(type(one) is int for one in (value, failed, base)):
+        return int(value) >= int(failed) if int(failed) > int(base) else int(value) <= int(failed)
+    return value == failed

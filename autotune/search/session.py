@@ -216,8 +216,8 @@ class Session:
 
     def _remember_probe(self, kind: TrialKind, config: TrainingConfig, answer: TrialAnswer) -> None:
         self.probes[(kind, config.key)] = answer
-        if kind == "memory":
-            self.obstacles.learn_memory_probe(config, answer)
+        if kind in ("memory", "loader"):
+            self.obstacles.learn_probe(kind, config, answer)
         elif kind == "parity":
             outcome = answer.parity or answer.failure
             assert outcome is not None
