@@ -100,9 +100,10 @@ def _loss_in(output: Any) -> torch.Tensor | None:
         candidates = [item for item in output if isinstance(item, torch.Tensor) and item.numel() == 1]
     else:
         candidates = []
-    usable = [
-        item for item in candidates if isinstance(item, torch.Tensor) and item.numel() == 1 and item.requires_grad
-    ]
+    scalars = [item for item in candidates if isinstance(item, torch.Tensor) and item.numel() == 1]
+    if not torch.is_grad_enabled():  # an evaluation: nothing has a gradient, and nothing is trained on what is found
+        return scalars[0] if scalars else None
+    usable = [item for item in scalars if item.requires_grad]
     return usable[0] if len(usable) == 1 else None
 
 
@@ -116,7 +117,7 @@ def _no_loss_message(batch: Any, reason: str) -> str:
         unpack = "output = model(**batch)"
     elif isinstance(batch, (tuple, list)):
         names = ["inputs", "targets"] if len(batch) == 2 else [f"part_{n}" for n in range(len(batch))]
-        unpack = f"{', '.join(names)} = batch"
+        unpack = f"{', '.join(names)} = batch" if len(names) > 1 else "(inputs,) = batch"
     else:
         unpack = "output = model(batch)"
     return (
