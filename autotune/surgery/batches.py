@@ -12,18 +12,34 @@ import torch
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same structure with every tensor replaced by `function` of it.
 
-    Named tuples, tuples, lists, mappings, dataclasses and objects with a `to` method of their own keep their type;
-    everything that holds no tensor is passed on as it is.
+    Named tuples, tuples, lists, mappings and dataclasses keep their type; what holds no tensor is passed on as it is.
     """
+    return _mapped(batch, function, None)
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """The batch with its tensors on `device`; the very same object where there is nothing to move.
+
+    An object with a `to` method of its own, wherever it lies in the batch, is moved by that.
+    """
+    if device.type == "cpu":
+        return batch
+    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), lambda item: item.to(device))
+
+
+def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any] | None) -> Any:
+    """`move` takes what has a `to` method: a packed sequence is a named tuple too, but knows which parts stay."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if move is not None and hasattr(batch, "to"):
+        return move(batch)
     if isinstance(batch, tuple):
-        items = [map_tensors(item, function) for item in batch]
+        items = [_mapped(item, function, move) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, list):
-        return [map_tensors(item, function) for item in batch]
+        return [_mapped(item, function, move) for item in batch]
     if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(item, function) for key, item in batch.items()}
+        mapped = {key: _mapped(item, function, move) for key, item in batch.items()}
         if type(batch) is dict:
             return mapped
         try:
@@ -32,22 +48,12 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
             return mapped
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         changes = {
-            field.name: map_tensors(getattr(batch, field.name), function)
+            field.name: _mapped(getattr(batch, field.name), function, move)
             for field in dataclasses.fields(batch)
             if field.init
         }
         return dataclasses.replace(batch, **changes)
     return batch
-
-
-def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with its tensors on `device`; the very same object where there is nothing to move."""
-    if device.type == "cpu":
-        return batch
-    has_own_move = hasattr(batch, "to") and not isinstance(batch, torch.Tensor)
-    if has_own_move:
-        return batch.to(device)
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.surgery.batches import byte_count, describe, leading_size, map_tensors, tensors, to_device
+
+META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    targets: Any
+
+
+@dataclass
+class Sample:
+    inputs: Any
+    names: list[str]
+    derived: str = field(default="", init=False)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inputs: Any
+
+
+class OwnMapping(UserDict[str, Any]):
+    pass
+
+
+class TakesNothing(dict[str, Any]):
+    """A mapping class that cannot be made of a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Movable:
+    def __init__(self) -> None:
+        self.moved_to: list[torch.device] = []
+
+    def to(self, device: torch.device) -> Movable:
+        self.moved_to.append(device)
+        return self
+
+
+LEAVES = st.one_of(
+    st.integers(1, 4).map(lambda size: torch.zeros(size, 2)), st.text(max_size=3), st.integers(), st.none()
+)
+BATCHES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OwnMapping),
+        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
+        inner.map(lambda item: Sample(item, ["a"])),
+        inner.map(Frozen),
+    ),
+    max_leaves=8,
+)
+
+
+def skeleton(batch: Any) -> Any:
+    """Types and everything but the tensors."""
+    if isinstance(batch, torch.Tensor):
+        return ("tensor", tuple(batch.shape))
+    if isinstance(batch, (dict, UserDict)):
+        return (type(batch), [(key, skeleton(item)) for key, item in batch.items()])
+    if isinstance(batch, (tuple, list)):
+        return (type(batch), [skeleton(item) for item in batch])
+    if isinstance(batch, (Sample, Frozen)):
+        return (type(batch), [skeleton(item) for item in vars(batch).values()])
+    return batch
+
+
+@settings(max_examples=100, deadline=None)
+@given(BATCHES)
+def test_structure_stays_and_every_tensor_is_mapped_once(batch: Any) -> None:
+    before = list(tensors(batch))
+    mapped = map_tensors(batch, lambda tensor: tensor + 1)
+    assert skeleton(mapped) == skeleton(batch)
+    after = list(tensors(mapped))
+    assert len(after) == len(before)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new, old + 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(BATCHES)
+def test_to_device_moves_every_tensor_and_keeps_the_structure(batch: Any) -> None:
+    moved = to_device(batch, META)
+    assert skeleton(moved) == skeleton(batch)
+    assert all(tensor.device == META for tensor in tensors(moved))
+
+
+@settings(max_examples=50, deadline=None)
+@given(BATCHES)
+def test_what_has_nothing_to_move_is_the_same_object(batch: Any) -> None:
+    assert to_device(batch, torch.device("cpu")) is batch
+
+
+def test_an_object_with_a_move_of_its_own_is_asked() -> None:
+    batch = Movable()
+    assert to_device(batch, META) is batch
+    assert batch.moved_to == [META]
+
+
+def test_inside_a_container_it_is_asked_too() -> None:
+    batch = (torch.zeros(2), [Movable()])
+    moved = to_device(batch, META)
+    assert moved[1][0].moved_to == [META]
+
+
+def test_a_packed_sequence_keeps_its_lengths_where_they_must_lie() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    moved = to_device({"x": packed, "y": torch.zeros(2)}, META)
+    assert moved["x"].data.device == META
+    assert moved["x"].batch_sizes.device.type == "cpu"
+
+
+def test_a_mapping_class_that_cannot_be_made_anew_becomes_a_plain_one() -> None:
+    batch = TakesNothing()
+    batch["x"] = torch.zeros(2)
+    moved = to_device(batch, META)
+    assert type(moved) is dict
+    assert moved["x"].device == META
+
+
+def test_byte_count_and_leading_size() -> None:
+    batch = {"ids": torch.zeros(3, 5, dtype=torch.int64), "names": ["a", "b", "c"], "deep": (torch.zeros(3),)}
+    assert byte_count(batch) == 3 * 5 * 8 + 3 * 4
+    assert leading_size(batch) == 3
+    assert leading_size(torch.tensor(1.0)) == 1
+    assert leading_size(["a", "b"]) == 2
+    assert leading_size(object()) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (torch.zeros(2, 3), "float32 [2, 3]"),
+        ((torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)), "tuple of 2: float32 [2, 3], int64 [2]"),
+        ({"x": torch.zeros(2)}, "mapping with x: float32 [2]"),
+        (OwnMapping(x=torch.zeros(2)), "OwnMapping with x: float32 [2]"),
+        ({}, "empty mapping"),
+        (Pair(torch.zeros(2), "a"), "Pair with inputs: float32 [2], targets: str"),
+        (Sample(torch.zeros(2), ["a"]), "Sample with inputs: float32 [2], names: list of 1 str, derived: str"),
+        (["a", "b"], "list of 2 str"),
+        ([torch.zeros(1)] * 9, "list of 9 Tensor"),
+        (
+            (torch.zeros(2), {"y": torch.zeros(1), "z": 1}),
+            "tuple of 2: float32 [2], (mapping with y: float32 [1], z: int)",
+        ),
+        (None, "NoneType"),
+    ],
+)
+def test_a_batch_in_words(batch: Any, text: str) -> None:
+    assert describe(batch) == text
