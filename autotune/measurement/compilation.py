@@ -27,3 +27,12 @@ def compile_counts() -> CompileCounts:
         breaks=int(sum(counters["graph_break"].values())),
         cache_hits=int(hits),
     )
+
+
+def break_reason() -> str:
+    """Why the compiler first gave up on a piece of the step, in its own words and in brackets; empty where it did not."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return ""
+    reasons = [*dynamo.counters["graph_break"], *dynamo.counters["unimplemented"]]
+    return f" ({str(reasons[0]).splitlines()[0]})" if reasons else ""

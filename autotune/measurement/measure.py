@@ -15,7 +15,7 @@ import torch
 
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
-from autotune.measurement.compilation import compile_counts
+from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.records import Measurement, Phase, TrialRequest
 from autotune.stats import rate, warmed_up
@@ -74,7 +74,8 @@ def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     synchronize(meter.device)
     first_step_seconds = time.perf_counter() - begin
     if training.parts.expects_compiled_graphs and compile_counts().graphs == before.graphs:
-        raise TrialFailure("compile_error", "torch.compile made no graph: nothing of this step was compiled")
+        message = f"torch.compile made no graph: nothing of this step was compiled{break_reason()}"
+        raise TrialFailure("compile_error", message)
     started_at = float(os.environ.get("AUTOTUNE_STARTED_AT", "nan"))
     return Running(
         training=training,

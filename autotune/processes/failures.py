@@ -260,6 +260,11 @@ def _user_message(error: BaseException, origin: Origin) -> str:
             "a batch of one sample reached BatchNorm, which refuses it in training: set drop_last=True, or choose a "
             f"batch size that leaves no last batch of one sample ({shown})"
         )
+    if origin.type_name == "CheckpointError":
+        return (
+            "recomputing a block gave something else than its forward did: it counts its calls, or draws numbers from "
+            f"other generators than torch's ({shown})"
+        )
     if _NO_CUDA.search(origin.message):
         return f"{shown}{where}: there is no GPU here; leave .cuda() and .to(...) out, autotune places the model itself"
     return f"{shown}{where}"

@@ -31,7 +31,13 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         Sentence(recommendation.verdict, "plain" if recommendation.keep else "good"),
         _comparison(recommendation),
         Lines("How sure", _certainty(recommendation)),
-        Lines("Trains the same", _parity_lines(recommendation.best, recommendation.keep)),
+        Lines(
+            "Trains the same",
+            (
+                *_parity_lines(recommendation.best, recommendation.keep),
+                f"the loss: {recommendation.workload.loss_convention}",
+            ),
+        ),
         *lines_if_any("Why", recommendation.best.reasons),
         *lines_if_any("Price", recommendation.best.prices),
         *_free_batch(recommendation),

@@ -54,13 +54,23 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
         if answer.memory is not None:
             peaks[size] = answer.memory.memory.peak_allocated_bytes
         _tell_watcher(session, size, answer)
-        if answer.failure is not None and answer.failure.kind == "timeout" and not keep_global_batch:
-            stopped = f"a batch of {size} hung for {answer.seconds:.0f} s, and each further probe might"
+        stopped = "" if keep_global_batch else _reason_to_stop(size, answer, any_fits=bool(peaks))
+        if stopped:
             break
         if answer.memory is not None and answer.memory.step_seconds > LONGEST_PROBE_SHARE * session.budget.seconds:
             stopped = f"a step of {size} takes {answer.memory.step_seconds:.1f} s, too long for this budget"
             break
     return _ceiling(session, config, search, kinds, peaks, stopped)
+
+
+def _reason_to_stop(size: int, answer: TrialAnswer, *, any_fits: bool) -> str:
+    """Why no further probe is worth its time after a failure that is not of memory; empty where one may be."""
+    failure = answer.failure
+    if failure is None or failure.kind in OUT_OF_MEMORY:
+        return ""
+    if failure.kind == "timeout":
+        return f"a batch of {size} hung for {answer.seconds:.0f} s, and each further probe might"
+    return "" if any_fits else f"it does not run, whatever the batch: {failure.message}"
 
 
 def _allowed_sizes(session: Session, config: TrainingConfig) -> list[int] | None:

@@ -137,18 +137,38 @@ class Session:
     def _with_parity(self, trial: Trial) -> Trial:
         """A trial that would lead is checked before it leads: what is fast and wrong must not draw the search after it.
 
-        One check for each way to compute a gradient is enough here; finalists are checked as they are.
+        One check for each way to compute a gradient is enough here; finalists are checked as they are. What does not
+        lead is checked the first time that a value shows, so that no other trial is spent on one that trains wrong.
         """
         if trial.failure is not None or self.baseline is None:
             return trial
+        if self.space.gradient_key(trial.config) in self.results().known_gradients():
+            return trial
         best = self.best()
-        behind = best is not None and self.compute_score(trial) <= self.compute_score(best)
-        if behind or self.space.gradient_key(trial.config) in self.results().known_gradients():
+        leads = best is None or self.compute_score(trial) > self.compute_score(best)
+        if not leads and not self._is_cheap_to_check(trial):
             return trial
         result = self.parity(trial.config)
         if isinstance(result, Failure):
             return trial.model_copy(update={"failure": result})
         return trial.model_copy(update={"parity": result, "failure": parity_failure(result)})
+
+    def _is_cheap_to_check(self, trial: Trial) -> bool:
+        """Whether the trial shows what no check has seen yet, without a compilation, and there is time."""
+        if slow_to_start(trial.config) or not self.budget.allows(trial.seconds):
+            return False
+        checked = [
+            t for t in self.trials if t.parity is not None or (t.failure is not None and t.failure.phase == "parity")
+        ]
+        seen = {shown for other in checked for shown in self._gradient_changes(other.config)}
+        return not self._gradient_changes(trial.config) <= seen
+
+    def _gradient_changes(self, config: TrainingConfig) -> set[tuple[str, Value]]:
+        """What makes the gradients come about in another way than the baseline's."""
+        assert self.baseline is not None
+        changes = set(self.space.memory_class(config)) - set(self.space.memory_class(self.baseline))
+        more = self.space.micro_batches(config) > self.space.micro_batches(self.baseline)
+        return changes | ({("micro-batches", True)} if more else set())
 
     def _unfit(self, measurement: Measurement | None) -> Failure | None:
         """A configuration that ran but thrashes, or did not leave the margin, does not count as fitting."""

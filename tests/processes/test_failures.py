@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from autotune.errors import WorkloadError
@@ -240,3 +241,17 @@ def test_import_failures_keep_what_is_told_already():
 
 def test_messages_are_short():
     assert len(classify(RuntimeError("x" * 5000), "build").message) < 500
+
+
+def test_a_block_that_cannot_be_recomputed_says_why():
+    drawn = iter([True, False])
+
+    def block(x):
+        return torch.relu(x * 2) if next(drawn) else x
+
+    x = torch.ones(2, requires_grad=True)
+    failure = classify(raised(lambda: checkpoint(block, x, use_reentrant=False).sum().backward()), "compile")
+    assert failure.kind == "user_error"
+    assert failure.message.startswith(
+        "recomputing a block gave something else than its forward did: it counts its calls"
+    )

@@ -101,6 +101,7 @@ def test_keeping_the_settings_shows_one_column_and_no_speedup() -> None:
     assert text.startswith(verdict)
     assert "your settings ran at 1,000 samples/s; measured again 3 times in fresh processes" in text
     assert "nothing is changed" in text
+    assert "the loss: loss_fn(model, batch) returns a scalar mean" in text
     assert "the speed of your settings" not in text
 
 
