@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -129,12 +131,20 @@ def _shards(first: Any, second: Any, count: int = 4) -> bool:
             _worker_module._worker_info = _worker_module.WorkerInfo(
                 id=worker_id, num_workers=2, seed=worker_id, dataset=dataset
             )
-            torch.manual_seed(0)
+            _seed_generators()
             iterator = iter(dataset)
             starts.append([_signature(sample) for sample, _ in zip(iterator, range(count), strict=False)])
     finally:
         _worker_module._worker_info = saved
     return starts[0] != starts[1]
+
+
+def _seed_generators() -> None:
+    """A shuffle must not pass for sharding."""
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 def _signature(sample: Any) -> Any:
