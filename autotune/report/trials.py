@@ -42,6 +42,7 @@ def trials_document(
             tuple(_trial_row(trial, baseline) for trial in trials),
             numeric=frozenset({0, 3, 4, 5}),
         ),
+        *lines_if_any("Compiled", tuple(text for trial in trials if (text := _compiled_text(trial)) is not None)),
         *lines_if_any(
             "Failed", tuple(_failure_text(trial, failure, baseline) for trial, failure in failures), "warning"
         ),
@@ -73,6 +74,18 @@ def _trial_row(trial: Trial, baseline: TrainingConfig | None) -> tuple[str, ...]
         rate,
         peak,
         format_duration(trial.seconds),
+    )
+
+
+def _compiled_text(trial: Trial) -> str | None:
+    """What the compiler made of the step; None where nothing was compiled."""
+    measured = trial.measurement
+    if measured is None or measured.compiled_graphs == 0:
+        return None
+    return (
+        f"trial {trial.number}: {measured.compiled_graphs:,} graphs, {measured.graph_breaks:,} graph breaks, "
+        f"{measured.recompiles:,} graphs made after the first step; the first step took "
+        f"{format_duration(measured.first_step_seconds)}"
     )
 
 

@@ -63,7 +63,12 @@ def recommend(evidence: Evidence) -> Recommendation:
         trial_count=sum(trial.round is None for trial in results.trials),
         failure_counts=dict(Counter(failure.kind for failure in failures)),
         rejected=_rejected(results, baseline),
-        warnings=(*_growth(as_it_is), *_cached(results, best.config), *evidence.warnings),
+        warnings=(
+            *_growth(as_it_is),
+            *_cached(results, best.config),
+            *_compiled_piecemeal(results, best.config),
+            *evidence.warnings,
+        ),
         search_seconds=evidence.search_seconds,
         autotune_version=evidence.autotune_version,
     )
@@ -118,6 +123,20 @@ def _cached(results: Results, config: TrainingConfig) -> tuple[str, ...]:
     if all(one.compile_was_cached for one in _all_measurements(results, config)):
         return ("the compiler's output was in its cache: where it is not, the first step takes longer than is told",)
     return ()
+
+
+def _compiled_piecemeal(results: Results, config: TrainingConfig) -> tuple[str, ...]:
+    """The warning where the compiler had to leave the step, or to compile more of it once it ran."""
+    found = _all_measurements(results, config)
+    breaks, recompiles = max(one.graph_breaks for one in found), max(one.recompiles for one in found)
+    sentences = []
+    if breaks:
+        sentences.append(f"the compiler left the step {breaks:,} times (graph breaks): `.item()`, printing and such")
+    if recompiles:
+        sentences.append(
+            f"{recompiles:,} graphs were compiled after the first step: shapes vary, and new ones may be compiled again"
+        )
+    return tuple(sentences)
 
 
 def _ceilings(evidence: Evidence, configs: Sequence[TrainingConfig]) -> tuple[Ceiling, ...]:

@@ -40,6 +40,18 @@ def test_every_trial_is_a_row_that_says_what_it_changed() -> None:
     )
 
 
+def test_what_the_compiler_made_of_a_step_is_told() -> None:
+    compiled = trial(1, {"compile_mode": "default"}, rate=1800.0)
+    seen = {"compiled_graphs": 5, "graph_breaks": 2, "recompiles": 3, "first_step_seconds": 21.0}
+    compiled = compiled.model_copy(
+        update={"measurement": compiled.measurement and compiled.measurement.model_copy(update=seen)}
+    )
+    text = " ".join(render(trials_document([TRIALS[0], compiled], [], None, STUDY)).split())
+    sentence = "trial 1: 5 graphs, 2 graph breaks, 3 graphs made after the first step; the first step took 21 s"
+    assert sentence in text
+    assert text.count("graph breaks") == 1
+
+
 def test_a_confirmation_says_its_round() -> None:
     confirmed = trial(3, {}, rate=1000.0, stage="confirm").model_copy(update={"round": 1})
     grid = next(block for block in trials_document([confirmed], [], recommendation(), STUDY) if isinstance(block, Grid))

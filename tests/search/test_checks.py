@@ -1,11 +1,14 @@
 """What is checked, stopped and blamed along the way, on a simulated machine."""
 
+import dataclasses
 from pathlib import Path
 
+from autotune.knobs.registry import KNOBS
 from autotune.search.memory import find_ceiling
+from autotune.search.recommend import Evidence, recommend
 from tests.knobs.search_facts import cpu_facts
 from tests.search.simulated_machine import Fault, Program
-from tests.search.simulated_search import SimulatedSearch
+from tests.search.simulated_search import REFERENCE, SimulatedSearch
 
 
 def test_a_slow_value_that_trains_wrong_is_seen_when_it_is_first_tried(tmp_path: Path) -> None:
@@ -40,3 +43,23 @@ def test_a_batch_that_hangs_ends_the_search_for_larger_ones(tmp_path: Path) -> N
     session.study.close()
     assert (ceiling.largest_batch_size, ceiling.smallest_failed_batch_size, ceiling.failure_kind) == (16, 32, "timeout")
     assert ceiling.stopped_because.startswith("a batch of 32 hung")
+
+
+def test_a_step_that_is_compiled_in_pieces_is_recommended_with_a_warning(tmp_path: Path) -> None:
+    facts = cpu_facts(batch_size=8, dataset_length=1000, largest_batch_size=64)
+    outcome = SimulatedSearch(
+        Program(sample_seconds=0.001), facts, tmp_path, budget_seconds=60, only=("precision",)
+    ).run()
+    results = outcome.session.results()
+    in_pieces = [
+        trial.model_copy(
+            update={"measurement": trial.measurement and trial.measurement.model_copy(update={"graph_breaks": 4})}
+        )
+        for trial in results.trials
+    ]
+    evidence = Evidence(
+        results=dataclasses.replace(results, trials=in_pieces), ceilings=(), reference=REFERENCE, knobs=KNOBS,
+        memory_limit_bytes=None, warnings=(), skipped=(), search_seconds=1.0, autotune_version="0",
+    )  # fmt: skip
+    assert any(text.startswith("the compiler left the step 4 times") for text in recommend(evidence).warnings)
+    assert not any("compiler left" in text for text in outcome.recommendation.warnings)
