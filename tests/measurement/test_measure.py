@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from autotune.failure import TrialFailure
+from autotune.measurement.measure import measure, seed_everything, started
+from autotune.records import Measurement, Phase
+from autotune.workload import UserFunctions
+from tests.measurement.programs import WIDTH, mse, no_phase, pause, perceptron, program, regression_data, request
+
+
+def measured(functions: UserFunctions, **changes: Any) -> Measurement:
+    return measure(functions, request("measure", **changes), no_phase)
+
+
+# --- the number is right ---
+
+
+class Slow(Dataset[Any]):
+    """Takes so many seconds to load a sample."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Any:
+        pause(self.seconds)
+        x = torch.full((WIDTH,), (index % 97) / 97)
+        return x, x[:1]
+
+
+class Timed(nn.Module):
+    """Takes so many seconds for a micro-batch and for each sample in it."""
+
+    def __init__(self, batch_seconds: float, sample_seconds: float) -> None:
+        super().__init__()
+        self.batch_seconds, self.sample_seconds = batch_seconds, sample_seconds
+        self.net = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pause(self.batch_seconds + self.sample_seconds * len(x))
+        return self.net(x)
+
+
+LOADING, FIXED, COMPUTING = 0.002, 0.008, 0.0005
+"""Seconds a sample to load, a micro-batch to compute, and a sample to compute."""
+
+
+def slow_program(batch_size: int = 8) -> UserFunctions:
+    return program(lambda: Timed(FIXED, COMPUTING), lambda: DataLoader(Slow(LOADING), batch_size=batch_size))
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds_per_sample"),
+    [
+        ({}, LOADING + FIXED / 8 + COMPUTING),
+        ({"batch_size": 4, "global_batch_size": 8}, LOADING + FIXED / 4 + COMPUTING),
+        ({"num_workers": 1}, max(LOADING, FIXED / 8 + COMPUTING)),
+        ({"num_workers": 2}, max(LOADING / 2, FIXED / 8 + COMPUTING)),
+        ({"num_workers": 2, "batch_size": 4, "global_batch_size": 8}, max(LOADING / 2, FIXED / 4 + COMPUTING)),
+    ],
+)
+def test_known_times_of_loading_and_computing_give_the_known_rate(
+    changes: dict[str, Any], seconds_per_sample: float
+) -> None:
+    result = measured(slow_program(), block_seconds=0.1, maximum_blocks=5, **changes)
+    # Above it: what an ordinary step costs by itself, and a busy machine. Never below: nothing may be left out.
+    assert 0.99 * seconds_per_sample < 1 / result.samples_per_second < 1.25 * seconds_per_sample + 0.0005
+    low, high = result.interval
+    assert low <= result.samples_per_second <= high
+    assert result.micro_batch_size == changes.get("batch_size", 8)
+    assert result.micro_batches_per_step == changes.get("global_batch_size", 8) // changes.get("batch_size", 8)
+
+
+class Stalling(nn.Module):
+    """Nine batches of ten take 1 ms, the tenth 21 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        pause(0.001 if self.calls % 10 else 0.021)
+        return self.net(x)
+
+
+def test_rare_stalls_count_for_what_they_cost() -> None:
+    result = measured(program(Stalling, lambda: regression_data(8192)), block_seconds=0.15, maximum_blocks=5)
+    seconds_per_step = 8 / result.samples_per_second
+    assert 0.0027 < seconds_per_step < 0.0055
+
+
+class WarmsUp(nn.Module):
+    """The first three steps take long, as where something is compiled or cached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        pause(0.002 if self.calls > 3 else 0.2)
+        return self.net(x)
+
+
+def test_the_warm_up_is_seen_and_left_out() -> None:
+    result = measured(program(WarmsUp), block_seconds=0.05, maximum_blocks=5)
+    assert result.first_step_seconds > 0.2
+    assert result.warmup_steps > 3
+    assert max(result.blocks.seconds) < 0.2
+    assert 8 / result.samples_per_second < 0.006
+
+
+def test_batches_prefetched_while_the_first_step_was_slow_are_left_out() -> None:
+    result = measured(
+        program(WarmsUp, lambda: DataLoader(Slow(0.002), batch_size=4)), num_workers=1, block_seconds=0.05, batch_size=4
+    )
+    assert result.warmup_steps > 2  # one worker keeps two batches ready
+    assert 1 / result.samples_per_second > 0.99 * 0.002
+
+
+# --- what is kept ---
+
+
+def test_raw_blocks_are_kept_and_are_whole_steps_of_the_least_length() -> None:
+    result = measured(program(lambda: Timed(0.002, 0.0)), minimum_blocks=3, maximum_blocks=4, block_seconds=0.02)
+    blocks = result.blocks
+    assert 3 <= len(blocks.seconds) <= 4
+    assert len(blocks.samples) == len(blocks.steps) == len(blocks.seconds)
+    assert min(blocks.seconds) >= 0.02
+    assert blocks.samples == tuple(8 * steps for steps in blocks.steps)
+    assert result.samples_per_second == pytest.approx(sum(blocks.samples) / sum(blocks.seconds))
+    assert blocks.weights == ()
+    assert result.weight_per_second is None
+    assert len(result.losses) == 1 + len(blocks.seconds)
+    assert all(math.isfinite(loss) for loss in result.losses)
+
+
+def test_blocks_are_added_until_the_interval_is_narrow_or_no_more_are_allowed() -> None:
+    functions = program(lambda: Timed(0.003, 0.0))
+    sure = measured(functions, minimum_blocks=2, maximum_blocks=10, relative_precision=0.9)
+    unsure = measured(functions, minimum_blocks=2, maximum_blocks=5, relative_precision=1e-9)
+    assert len(sure.blocks.seconds) == 2
+    assert len(unsure.blocks.seconds) == 5
+
+
+def test_a_loss_with_weights_is_told_in_them_too() -> None:
+    def tokens(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), 3 * len(batch[1])
+
+    result = measured(program(loss_fn=tokens), batch_size=4, global_batch_size=8)
+    assert result.blocks.weights == tuple(3.0 * samples for samples in result.blocks.samples)
+    assert result.weight_per_second == pytest.approx(3 * result.samples_per_second)
+
+
+def test_short_last_windows_count_with_the_samples_they_have() -> None:
+    result = measured(program(data_fn=lambda: regression_data(samples=20)), maximum_blocks=3)
+    for samples, steps in zip(result.blocks.samples, result.blocks.steps, strict=True):
+        assert samples < 8 * steps or steps < 3
+
+
+def test_phases_are_told_in_their_order() -> None:
+    phases: list[Phase] = []
+    measure(program(), request("measure"), phases.append)
+    assert phases == ["build", "compile", "warm-up", "measure"]
+
+
+# --- resident steps ---
+
+
+def test_resident_steps_leave_the_loader_out() -> None:
+    result = measured(
+        program(lambda: Timed(0.004, 0.0), lambda: DataLoader(Slow(0.003), batch_size=8)),
+        measure_resident=True,
+        minimum_blocks=2,
+        maximum_blocks=2,
+    )
+    assert 8 / result.samples_per_second > 0.028
+    assert result.resident_samples_per_second is not None
+    assert 0.004 < 8 / result.resident_samples_per_second < 0.012
+    assert result.resident_blocks is not None
+    assert len(result.resident_blocks.seconds) >= 2
+    assert result.device_lag_share is None  # there is none on a CPU
+    assert measured(program()).resident_samples_per_second is None
+
+
+class SlowSgd(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        pause(0.006)
+        super().step(closure)
+
+
+def test_the_updates_share_of_a_step_is_told() -> None:
+    def share(optimizer_fn: Callable[[Any], Any] | None) -> float:
+        result = measured(
+            program(lambda: Timed(0.002, 0.0), optimizer_fn=optimizer_fn), measure_resident=True, maximum_blocks=3
+        )
+        assert result.update_share is not None
+        return result.update_share
+
+    assert share(lambda model: SlowSgd(model.parameters(), lr=0.1)) > 0.5
+    assert share(None) < 0.5
+
+
+# --- failures ---
+
+
+class TurnsNan(nn.Module):
+    """Fine for the first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.net(x) * (1.0 if self.calls < 20 else float("nan"))
+
+
+def test_a_loss_that_turns_nan_ends_the_trial_with_how_many_steps_it_took() -> None:
+    with pytest.raises(TrialFailure, match=r"the loss became nan after \d+ steps") as caught:
+        measured(program(TurnsNan))
+    assert caught.value.kind == "numerics"
+
+
+def test_compiled_without_a_graph_is_an_error_not_a_speed_up() -> None:
+    class NeverCompiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(WIDTH, 1)
+
+        @torch.compiler.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    with pytest.raises(TrialFailure, match="torch.compile made no graph: nothing of this step was compiled") as caught:
+        measured(program(NeverCompiled), compile_mode="default")
+    assert caught.value.kind == "compile_error"
+
+
+# --- compiling and scaling are counted ---
+
+
+def test_graphs_breaks_and_recompiles_are_counted() -> None:
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            torch._dynamo.graph_break()
+            return self.net(x)
+
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    # Batches of 8 and a last one of 4: the second shape is compiled while it runs.
+    result = measured(program(Breaks, lambda: regression_data(samples=20)), compile_mode="default", maximum_blocks=3)
+    assert result.graph_breaks >= 1
+    assert result.compiled_graphs >= 4
+    assert result.recompiles >= 2
+    assert measured(program()).recompiles == 0
+
+
+class Overflows(nn.Module):
+    """No loss scale makes its gradients finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.net(x)
+        y.register_hook(lambda gradient: gradient * torch.inf)
+        return y
+
+
+def test_steps_that_the_scaler_skips_are_counted() -> None:
+    result = measured(program(Overflows), precision="fp16", maximum_blocks=3)
+    assert result.skipped_steps >= sum(result.blocks.steps) // 2
+    assert measured(program(), precision="fp16", maximum_blocks=3).skipped_steps == 0
+
+
+# --- memory ---
+
+
+class Leaks(nn.Module):
+    """Keeps 4 MiB of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(torch.ones(2**20))
+        pause(0.005)
+        return self.net(x)
+
+
+def test_memory_that_grows_with_every_step_is_seen() -> None:
+    result = measured(program(Leaks), relative_precision=1e-9, maximum_blocks=6)
+    assert result.memory.growth_bytes_per_step == pytest.approx(2**22, rel=0.3)
+
+
+class Hungry(nn.Module):
+    """Takes 64 MiB in each forward and gives them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) + torch.ones(2**24).mean() * 0.0
+
+
+def test_the_peak_holds_what_a_step_takes_for_a_moment() -> None:
+    result = measured(program(Hungry), maximum_blocks=3)
+    assert 2**26 <= result.memory.peak_allocated_bytes < 2**28
+    assert result.memory.reserved_bytes is None
+
+
+# --- starting ---
+
+
+def test_seeding_covers_python_numpy_and_torch() -> None:
+    import random
+
+    import numpy
+
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(numpy.random.rand()), float(torch.rand(1))
+
+    seed_everything(7)
+    first = drawn()
+    seed_everything(7)
+    assert drawn() == first
+    seed_everything(8)
+    assert all(a != b for a, b in zip(drawn(), first, strict=True))
+
+
+def test_the_same_seed_gives_the_same_losses() -> None:
+    def data() -> DataLoader[Any]:
+        x = torch.randn(64, WIDTH)
+        return DataLoader(TensorDataset(x, x[:, :1]), batch_size=8, shuffle=True)
+
+    def first_loss() -> float:
+        return started(program(perceptron, data, mse), request("measure"), no_phase).first_loss
+
+    assert first_loss() == first_loss()
+
+
+def test_the_process_seconds_are_those_since_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    monkeypatch.setenv("AUTOTUNE_STARTED_AT", str(time.monotonic() - 100))
+    assert 100 < started(program(), request("measure"), no_phase).process_seconds < 160
+    monkeypatch.delenv("AUTOTUNE_STARTED_AT")
+    assert started(program(), request("measure"), no_phase).process_seconds == 0.0
