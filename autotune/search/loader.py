@@ -7,6 +7,7 @@ import math
 from autotune.config import Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
+from autotune.quantities import format_rate
 from autotune.records import Trial
 from autotune.search.answers import WORTHWHILE_GAIN
 from autotune.search.session import Session
@@ -49,10 +50,17 @@ def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> T
     pace = _pace_of_one(session, knob, incumbent, counts)
     if pace is None:
         return incumbent
+    reached = session.score(incumbent)
+    if HEADROOM * counts[-1] * pace <= reached:
+        session.skipped.append(
+            f"{knob.name}: not moved, since one gives {format_rate(pace)} samples/s alone, and even {counts[-1]} would "
+            f"give less than the {format_rate(reached)} of now"
+        )
+        return incumbent
     needed = math.ceil(HEADROOM * goal / pace)
     at = next((index for index, count in enumerate(counts) if count >= needed), len(counts) - 1)
     session.watcher.note(
-        f"{knob.name}: one gives {pace:.4g} samples/s and the step takes {goal:.4g}: {counts[at]} to try"
+        f"{knob.name}: one gives {format_rate(pace)} samples/s and the step takes {format_rate(goal)}: {counts[at]} to try"
     )
     best = _run(session, knob, incumbent, counts[at])
     for count in counts[at + 1 :]:  # more, as long as more gives more
@@ -86,7 +94,7 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
         session.skipped.append(f"{knob.name}: {message}")
         return None
     rate = answer.loader.samples_per_second / counts[0]
-    session.watcher.probe("loader", f"{knob.name}={counts[0]}: {rate:.4g} samples/s, nothing trained")
+    session.watcher.probe("loader", f"{knob.name}={counts[0]}: {format_rate(rate)} samples/s, nothing trained")
     return rate
 
 

@@ -155,7 +155,7 @@ class Session:
 
     def _is_cheap_to_check(self, trial: Trial) -> bool:
         """Whether the trial shows what no check has seen yet, without a compilation, and there is time."""
-        if slow_to_start(trial.config) or not self.budget.allows(trial.seconds):
+        if slow_to_start(trial.config) or self.budget.left() < trial.seconds:
             return False
         checked = [
             t for t in self.trials if t.parity is not None or (t.failure is not None and t.failure.phase == "parity")

@@ -1,13 +1,15 @@
 """What is checked, stopped and blamed along the way, on a simulated machine."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from autotune.knobs.registry import KNOBS
+from autotune.records import Phase, TrialAnswer, TrialRequest
 from autotune.search.memory import find_ceiling
 from autotune.search.recommend import Evidence, recommend
 from tests.knobs.search_facts import cpu_facts
-from tests.search.simulated_machine import Fault, Program
+from tests.search.simulated_machine import Fault, Program, SimulatedMachine
 from tests.search.simulated_search import REFERENCE, SimulatedSearch
 
 
@@ -63,3 +65,23 @@ def test_a_step_that_is_compiled_in_pieces_is_recommended_with_a_warning(tmp_pat
     )  # fmt: skip
     assert any(text.startswith("the compiler left the step 4 times") for text in recommend(evidence).warnings)
     assert not any("compiler left" in text for text in outcome.recommendation.warnings)
+
+
+class DearToSend(SimulatedMachine):
+    """Items cost next to nothing to make, and much to send from one process to another."""
+
+    def run(self, request: TrialRequest, on_phase: Callable[[Phase], None] | None = None) -> TrialAnswer:
+        answer = super().run(request, on_phase)
+        if answer.loader is None:
+            return answer
+        return answer.model_copy(update={"loader": answer.loader.model_copy(update={"samples_per_second": 100.0})})
+
+
+def test_workers_that_cannot_reach_what_the_step_does_without_are_not_tried(tmp_path: Path) -> None:
+    facts = cpu_facts(batch_size=8, dataset_length=1000, largest_batch_size=64)
+    program = Program(sample_seconds=0.0001, load_seconds=0.00002)
+    search = SimulatedSearch(program, facts, tmp_path, budget_seconds=60, only=("num_workers",))
+    search.machine = DearToSend(program, search.space)
+    outcome = search.run()
+    assert all(trial.stage != "loader" for trial in outcome.session.trials)
+    assert any("num_workers: not moved, since one gives" in text for text in outcome.recommendation.best.reasons)
