@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from autotune.errors import WorkloadError
+from autotune.measurement.clock import BlockClock, endless, is_precise
+from autotune.records import Blocks
+from autotune.surgery.loaders import counted
+from autotune.training.windows import MicroBatch, Window, WindowLoader
+from tests.measurement.programs import pause
+
+CPU = torch.device("cpu")
+
+
+def test_a_block_is_whole_steps_of_at_least_its_length() -> None:
+    clock = BlockClock(CPU)
+    for _ in range(2):
+        clock.run(lambda: (pause(0.003), (5, None))[1], 0.01)
+    for seconds, steps, samples in zip(clock.seconds, clock.steps, clock.samples, strict=True):
+        assert steps >= 1
+        assert samples == 5 * steps
+        assert max(0.01, 0.003 * steps) <= seconds < 0.1
+    assert clock.weights == []
+    assert clock.rates() == pytest.approx([s / t for s, t in zip(clock.samples, clock.seconds, strict=True)])
+
+
+def test_a_step_longer_than_a_block_is_a_block() -> None:
+    clock = BlockClock(CPU)
+    clock.run(lambda: (pause(0.01), (1, None))[1], 0.001)
+    assert clock.steps == [1]
+
+
+@pytest.mark.parametrize("weight", [2, 2.0, torch.tensor(2)])
+def test_weights_are_added_up(weight: object) -> None:
+    clock = BlockClock(CPU)
+    clock.run(lambda: (pause(0.001), (1, weight))[1], 0.005)
+    assert clock.weights == [2.0 * clock.steps[0]]
+
+
+def test_blocks_from_one_on_and_after_forgetting() -> None:
+    clock = BlockClock(CPU)
+    for _ in range(3):
+        clock.run(lambda: (1, 3), 0.0)
+    assert clock.blocks() == Blocks(
+        seconds=tuple(clock.seconds), samples=(1, 1, 1), steps=(1, 1, 1), weights=(3.0, 3.0, 3.0)
+    )
+    assert len(clock.blocks(2).seconds) == 1
+    last = clock.seconds[-1]
+    clock.forget()
+    assert clock.blocks() == Blocks(seconds=(last,), samples=(1,), steps=(1,), weights=(3.0,))
+
+
+def test_precise_is_what_blocks_agree_on() -> None:
+    agreeing = Blocks(seconds=(1.0, 1.001, 1.0), samples=(10, 10, 10), steps=(1, 1, 1))
+    differing = Blocks(seconds=(1.0, 1.5, 0.8), samples=(10, 10, 10), steps=(1, 1, 1))
+    alone = Blocks(seconds=(1.0,), samples=(10,), steps=(1,))
+    assert is_precise(agreeing, 0.01)
+    assert not is_precise(differing, 0.01)
+    assert not is_precise(alone, 0.5)
+
+
+def test_endless_goes_round() -> None:
+    loader = WindowLoader(counted(DataLoader(TensorDataset(torch.arange(3)), batch_size=2)), 1)
+    windows = endless(loader)
+    assert [next(windows)[0].samples for _ in range(5)] == [2, 1, 2, 1, 2]
+
+
+def test_a_pass_without_a_window_is_an_error_and_not_an_endless_loop() -> None:
+    class Empty:
+        def __iter__(self) -> Iterator[Window]:
+            return iter(())
+
+    with pytest.raises(WorkloadError, match="the loader gives not one full optimizer step: .* use a smaller batch, or"):
+        next(endless(Empty()))
+
+
+def test_a_loader_that_runs_dry_after_its_first_pass_is_an_error_too() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.windows: list[Window] = [[MicroBatch(1, None)]]
+
+        def __iter__(self) -> Iterator[Window]:
+            while self.windows:
+                yield self.windows.pop()
+
+    windows = endless(Once())
+    next(windows)
+    with pytest.raises(WorkloadError, match="not one full optimizer step"):
+        next(windows)
