@@ -18,7 +18,7 @@ def test_a_slow_value_that_trains_wrong_is_seen_when_it_is_first_tried(tmp_path:
         sample_seconds=0.001, sample_speedups={("precision", "bf16"): 0.5}, wrong=({"precision": "bf16"},)
     )
     facts = cpu_facts(batch_size=8, dataset_length=1000, largest_batch_size=64)
-    outcome = SimulatedSearch(program, facts, tmp_path, budget_seconds=300, only=("precision", "batch_size")).run()
+    outcome = SimulatedSearch(program, facts, tmp_path, trials=5, only=("precision", "batch_size")).run()
     wrong = [trial for trial in outcome.session.trials if trial.config["precision"] == "bf16"]
     assert [trial.failure.kind for trial in wrong if trial.failure is not None] == ["numerics"]
     assert len(wrong) == 1
@@ -80,7 +80,7 @@ class DearToSend(SimulatedMachine):
 def test_workers_that_cannot_reach_what_the_step_does_without_are_not_tried(tmp_path: Path) -> None:
     facts = cpu_facts(batch_size=8, dataset_length=1000, largest_batch_size=64)
     program = Program(sample_seconds=0.0001, load_seconds=0.00002)
-    search = SimulatedSearch(program, facts, tmp_path, budget_seconds=60, only=("num_workers",))
+    search = SimulatedSearch(program, facts, tmp_path, trials=2, only=("num_workers",))
     search.machine = DearToSend(program, search.space)
     outcome = search.run()
     assert all(trial.stage != "loader" for trial in outcome.session.trials)
