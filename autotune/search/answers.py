@@ -14,6 +14,7 @@ from autotune.stats import FEWEST_ROUNDS, UNKNOWN, rate, ratio, ratio_from_inter
 
 WORTHWHILE_GAIN = 1.02
 """A configuration must be so many times better to be preferred to a simpler one (design, section 9)."""
+CERTAIN = 0.99
 PROCESS_SPREAD = 0.02
 EXPECTED_DEGREES = 3
 """From process to process the rate of one configuration varies by so much, which one or two rounds hardly show; the
@@ -91,9 +92,11 @@ class Results:
         return min(near, key=lambda one: (one.effective_batch_size, self.space.rank(one.config)))
 
     def _certainly_better(self, answer: Answer) -> bool:
+        """Worthwhile, and no accident of noise: several are compared, so that 95 % would be too little."""
         if self.gain(answer) < WORTHWHILE_GAIN:
             return False
-        return self.settings.objective == "memory" or answer.speedup.interval[0] > 1
+        pairs = self.round_pairs(answer.config) or [self._first_pair(answer.config)]
+        return self.settings.objective == "memory" or _moderated_ratio(pairs, CERTAIN).interval[0] > 1
 
     # --- one configuration ---
 
@@ -154,22 +157,24 @@ class Results:
         }
 
     def _speedup(self, config: TrainingConfig) -> Ratio:
+        """As told: the 95 % interval that the rounds themselves give where there are enough."""
         if config == self.baseline:
             return Ratio(value=1.0, interval=(1.0, 1.0))
         pairs = self.round_pairs(config)
-        if len(pairs) >= FEWEST_ROUNDS:
-            own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
-            value, interval = ratio(own, base)
-            return Ratio(value=value, interval=interval)
-        if not pairs:
-            first, reference = self.first_measurement(config), self.first_measurement(self.baseline)
-            assert first is not None and reference is not None
-            pairs = [(first, reference)]
-        return _ratio_of_few(pairs)
+        if len(pairs) < FEWEST_ROUNDS:
+            return _moderated_ratio(pairs or [self._first_pair(config)], 0.95)
+        own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
+        value, interval = ratio(own, base)
+        return Ratio(value=value, interval=interval)
+
+    def _first_pair(self, config: TrainingConfig) -> tuple[Measurement, Measurement]:
+        own, base = self.first_measurement(config), self.first_measurement(self.baseline)
+        assert own is not None and base is not None
+        return own, base
 
 
-def _ratio_of_few(pairs: Sequence[tuple[Measurement, Measurement]]) -> Ratio:
-    """From too few rounds to see well how far processes differ: what is expected of them counts as so many rounds more.
+def _moderated_ratio(pairs: Sequence[tuple[Measurement, Measurement]], confidence: float) -> Ratio:
+    """From few rounds, which do not show well how far processes differ: what is expected of them counts as so many more.
 
     A moderated t interval (G. K. Smyth, 2004), to which the spread within the processes is added.
     """
@@ -182,7 +187,7 @@ def _ratio_of_few(pairs: Sequence[tuple[Measurement, Measurement]]) -> Ratio:
     degrees = EXPECTED_DEGREES + rounds - 1
     expected = EXPECTED_DEGREES * 2 * PROCESS_SPREAD**2
     variance = (expected + math.fsum((one - mean) ** 2 for one in logs)) / degrees
-    between = student_t(0.95, degrees) * math.sqrt(variance / rounds)
+    between = student_t(confidence, degrees) * math.sqrt(variance / rounds)
     below = math.hypot(between, max(math.log(one / low) for one, (low, _) in looks) / math.sqrt(rounds))
     above = math.hypot(between, max(math.log(high / one) for one, (_, high) in looks) / math.sqrt(rounds))
     return Ratio(value=value, interval=(value * math.exp(-below), value * math.exp(above)))

@@ -120,25 +120,24 @@ def _finalists(session: Session) -> list[TrainingConfig]:
 def _best_few(session: Session, candidates: list[Trial], count: int) -> list[TrainingConfig]:
     """Of the candidates, best first: the best that beat the baseline and train the same, at most so many.
 
-    Of those that are as good as the best, as far as one measurement tells, the simplest alone: the others could win by
+    Of those that are as good as each other, as far as one measurement tells, the simplest alone: the others could win by
     noise.
     """
-    if not candidates:
-        return []
-    base, top = session.baseline_trial(), session.score(candidates[0])
+    base = session.baseline_trial()
     assert base is not None and base.measurement is not None
-    alike = [trial for trial in candidates if session.score(trial) * ALIKE >= top]
-    alike.sort(key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
+    at_least = session.score(base)
     found: list[TrainingConfig] = []
-    for trial in [*alike, *candidates[len(alike) :]]:
-        if len(found) == count or (found and session.score(trial) < NEAR_BEST * top):
+    while candidates and len(found) < count and session.score(candidates[0]) > at_least:
+        alike = [trial for trial in candidates if session.score(trial) * ALIKE >= session.score(candidates[0])]
+        simplest = min(alike, key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
+        if simplest.config == session.baseline:
             break
-        if trial.config == session.baseline or session.score(trial) <= session.score(base):
-            break
-        if trial in alike and found:
-            continue
-        if _trains_the_same(session, trial):
-            found.append(trial.config)
+        if _trains_the_same(session, simplest):
+            found.append(simplest.config)
+            at_least = max(at_least, NEAR_BEST * session.score(simplest))
+            candidates = [trial for trial in candidates if trial not in alike]
+        else:
+            candidates = [trial for trial in candidates if trial is not simplest]
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
 from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, Trial, TrialAnswer
+from autotune.search.pace import slow_to_start
 from autotune.space import SearchSpace
 
 CHANGES_FAIL: frozenset[FailureKind] = frozenset(
@@ -15,6 +16,7 @@ CHANGES_FAIL: frozenset[FailureKind] = frozenset(
 """What fails so fails again with the same changes."""
 CHANGES_FAIL_FURTHER: frozenset[FailureKind] = frozenset({"timeout", "crash", "file_limit", "shared_memory"})
 """What fails so also fails with more of the same: larger batches, more workers. Finding that out each time would be dear."""
+LOADER_KNOBS = frozenset(knob.name for knob in KNOBS if knob.stage == "loader")
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,13 @@ class Obstacles:
     def _failed_alike(self, config: TrainingConfig, baseline: TrainingConfig) -> str | None:
         """A failure blames all that its configuration changes, and whatever changes that too."""
         for failed, failure in self._failed.values():
-            names = [name for name in failed.changes_from(baseline) if self._matters(name, failure.kind)]
+            changed = failed.changes_from(baseline)
+            names = [name for name in changed if not (name in LOADER_KNOBS and _is_of_the_step(failed, failure))]
             further = failure.kind in CHANGES_FAIL_FURTHER
             if names and all(_as_far(config[name], failed[name], baseline[name], further) for name in names):
                 what = "trains differently" if failure.kind == "numerics" else f"failed alike ({failure.kind})"
                 return f"{what}: {failure.message}"
         return None
-
-    @staticmethod
-    def _matters(name: str, kind: FailureKind) -> bool:
-        """How batches are loaded changes no number."""
-        return kind != "numerics" or any(knob.name == name and knob.stage != "loader" for knob in KNOBS)
 
     def _learn_failure(self, key: tuple[str, object], config: TrainingConfig, failure: Failure) -> None:
         if failure.phase == "parity" and failure.kind != "numerics":
@@ -101,6 +99,12 @@ class Obstacles:
         known = self._too_large.get(memory_class)
         if known is None or size < known.micro_batch_size:
             self._too_large[memory_class] = TooLarge(size, kind)
+
+
+def _is_of_the_step(config: TrainingConfig, failure: Failure) -> bool:
+    """Whether it comes from what the step computes, or from compiling that: how batches are loaded is not to blame."""
+    hangs_in_compiler = failure.kind == "timeout" and failure.phase == "compile" and slow_to_start(config)
+    return failure.kind in ("numerics", "compile_error") or hangs_in_compiler
 
 
 def _as_far(value: Value, failed: Value, base: Value, further: bool) -> bool:

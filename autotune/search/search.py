@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
-from autotune.records import OUT_OF_MEMORY, Ceiling, Trial
+from autotune.records import Ceiling, Trial
 from autotune.search.baseline import run_baseline
 from autotune.search.compute import bottleneck_of, search_batch, search_compute
 from autotune.search.confirm import confirm, reserve_seconds
@@ -111,7 +111,7 @@ class Search:
     def _start(self) -> Trial | None:
         """Where the descent begins: the baseline, or the baseline with the values that the user fixed.
 
-        Where those do not fit, the first way to save memory with which they do; None where nothing was found to run.
+        Where those do not run, the first way to save memory with which they do; None where nothing was found to run.
         """
         session, space = self.session, self.session.space
         assert session.baseline is not None
@@ -120,18 +120,16 @@ class Search:
         fixed = space.start
         if space.batch_name not in session.settings.fixed:
             fixed = fixed.replace({space.batch_name: space.micro_batch(session.baseline)})
-        trial = session.measure(fixed, "baseline")
-        failure = trial.failure
-        if failure is None:
-            return trial
-        session.warnings.append(f"what is fixed does not run beside your other settings: {failure.message}")
-        session.watcher.note(session.warnings[-1])
-        if failure.kind in OUT_OF_MEMORY:
-            for config in self.memory_candidates(fixed)[1:]:
-                if session.obstacle(config) is None and session.affords(config):
-                    trial = session.measure(config, "baseline")
-                    if trial.failure is None:
-                        return trial
+        for config in self.memory_candidates(fixed):
+            reason = session.obstacle(config)
+            if reason is None and (config == fixed or session.affords(config)):
+                trial = session.measure(config, "baseline")
+                if trial.failure is None:
+                    return trial
+                reason = trial.failure.message
+            if config == fixed:
+                session.warnings.append(f"what is fixed does not run beside your other settings: {reason}")
+                session.watcher.note(session.warnings[-1])
         return None
 
     def ceiling(self, config: TrainingConfig) -> Ceiling:
