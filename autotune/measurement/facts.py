@@ -170,10 +170,15 @@ def _check_second_model(functions: UserFunctions, training: Training) -> None:
             f"model_fn failed at its second call ({type(error).__name__}: {error}); it must return a fresh model at "
             "every call"
         ) from error
-    if second is training.model or any(
-        own is other for own, other in zip(training.model.parameters(), second.parameters(), strict=False)
-    ):
+    if second is training.model:
         raise WorkloadError("model_fn returned the same model twice; it must make a fresh one at every call")
+    own = {id(parameter) for parameter in training.model.parameters()}
+    shared = [name for name, parameter in second.named_parameters() if id(parameter) in own]
+    if shared:
+        raise WorkloadError(
+            f"two models from model_fn share parameters ({shared[0]}), so that training one changes the other; make every "
+            "part of the model inside model_fn, or copy.deepcopy there what is loaded outside"
+        )
 
 
 def _found_blocks(training: Training, batch: Any) -> Blocks:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from autotune.surgery.batches import leading_size
 from autotune.surgery.loaders import Counted
@@ -54,8 +54,10 @@ class WindowLoader:
         return math.ceil(batches / self.micro_batches_per_step)
 
     def steps_in_pass(self) -> int | None:
-        """Windows in one pass, or None where that is not known."""
+        """Windows in one pass, or None where that is not known; never calls len() of an IterableDataset."""
+        if isinstance(self.loader.dataset, IterableDataset):
+            return None
         try:
             return len(self)
-        except TypeError:  # an IterableDataset has no length
+        except TypeError:  # a sampler without a length
             return None

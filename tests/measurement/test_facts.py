@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from autotune.errors import WorkloadError
+from autotune.failure import TrialFailure
+from autotune.measurement.facts import read_facts
+from autotune.records import Phase, WorkloadFacts
+from autotune.workload import UserFunctions
+from tests.measurement.programs import WIDTH, mse, no_phase, pause, perceptron, program, regression_data, request
+from tests.surgery.models import MODELS, square_loss
+
+
+def facts_of(functions: UserFunctions) -> WorkloadFacts:
+    return read_facts(functions, request("facts"), no_phase)
+
+
+def test_a_program_is_told_in_full() -> None:
+    phases: list[Phase] = []
+    facts = read_facts(program(), request("facts"), phases.append)
+    assert phases == ["build", "compile", "measure"]
+    assert facts.batch_structure == f"list of 2: float32 [8, {WIDTH}], float32 [8, 1]"
+    assert facts.sample_bytes == 4 * (WIDTH + 1)
+    assert (facts.batch_size, facts.batch_held, facts.dataset_kind, facts.dataset_length) == (8, True, "map", 64)
+    assert (facts.batch_fixed_reason, facts.workers_fixed_reason) == (None, None)
+    assert (facts.num_workers, facts.pin_memory, facts.drop_last) == (0, False, False)
+    count = 32 * WIDTH + 32 + 32 + 1
+    assert (facts.parameter_count, facts.trainable_parameter_count, facts.parameter_bytes) == (count, count, 4 * count)
+    assert (facts.model_class, facts.optimizer_class, facts.has_scheduler) == ("Sequential", "AdamW", False)
+    assert set(facts.optimizer_variants) == {"foreach", "fused"}
+    assert (facts.has_batch_norm, facts.has_dropout, facts.model_is_compiled) == (False, False, False)
+    assert facts.loss_convention == "loss_fn(model, batch) returns a scalar, taken as the mean over the samples"
+    assert not facts.loss_weighted
+    assert facts.first_loss > 0
+    assert facts.process_settings["float32_matmul_precision"] == torch.get_float32_matmul_precision()
+    assert (facts.block_class, facts.blocks) == (None, ())
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_blocks_are_found(name: str) -> None:
+    model_fn, batch = MODELS[name]
+    data = DataLoader(list(batch()), batch_size=2)
+    facts = facts_of(program(model_fn, lambda: data, square_loss))
+    assert facts.block_class in ("GptBlock", "BasicBlock")
+    assert len(facts.blocks) >= 4
+    assert facts.has_batch_norm == (name == "resnet")
+
+
+def test_dropout_frozen_parts_schedulers_and_weights_are_seen() -> None:
+    def model_fn() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.1), nn.Linear(4, 1))
+        model[0].requires_grad_(False)
+        return model
+
+    def summed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return mse(model, batch) * len(batch[1]), len(batch[1])
+
+    facts = facts_of(
+        program(
+            model_fn,
+            loss_fn=summed,
+            optimizer_fn=lambda model: torch.optim.SGD(model[2].parameters(), lr=0.1),
+            scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        )
+    )
+    assert facts.trainable_parameter_count == 5 < facts.parameter_count
+    assert (facts.has_dropout, facts.has_scheduler, facts.loss_weighted, facts.optimizer_class) == (
+        True,
+        True,
+        True,
+        "SGD",
+    )
+    assert "(loss_sum, weight)" in facts.loss_convention
+
+
+def test_sparse_gradients_fix_the_optimizer() -> None:
+    facts = facts_of(
+        program(
+            lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)),
+            lambda: DataLoader(torch.arange(10), batch_size=2),
+            lambda model, batch: model(batch).mean(),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+    )
+    assert facts.optimizer_variants == ()
+    assert facts.optimizer_fixed_reason == "SGD gets sparse gradients, which fused kernels refuse"
+
+
+def test_a_model_that_the_user_compiles_is_told_and_has_no_blocks() -> None:
+    facts = facts_of(program(lambda: torch.compile(perceptron(), backend="eager")))
+    assert facts.model_is_compiled
+    assert facts.blocks == ()
+
+
+def test_a_bare_data_set_is_not_held() -> None:
+    facts = facts_of(program(data_fn=lambda: regression_data().dataset))
+    assert (facts.batch_size, facts.batch_held) == (32, False)
+
+
+class Stream(IterableDataset[Any]):
+    sharded = True
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info() if self.sharded else None
+        for index in range(0 if info is None else info.id, 20, 1 if info is None else info.num_workers):
+            yield torch.full((WIDTH,), float(index)), torch.zeros(1)
+
+    def __len__(self) -> int:
+        raise AssertionError("an iterable data set's length must not be asked")
+
+
+class WholeStream(Stream):
+    sharded = False
+
+
+@pytest.mark.parametrize(("dataset_class", "sharded"), [(Stream, True), (WholeStream, False)])
+def test_an_iterable_data_set_has_no_length_and_is_looked_at_for_sharding(dataset_class: Any, sharded: bool) -> None:
+    facts = facts_of(program(data_fn=lambda: DataLoader(dataset_class(), batch_size=4)))
+    assert (facts.dataset_kind, facts.dataset_length, facts.batch_size) == ("iterable", None, 4)
+    assert (facts.workers_fixed_reason is None) == sharded
+
+
+def test_ready_batches_are_fixed_at_the_size_they_have() -> None:
+    batches = [(torch.zeros(5, WIDTH), torch.zeros(5, 1))] * 3
+    facts = facts_of(program(data_fn=lambda: DataLoader(batches, batch_size=None)))
+    assert facts.batch_size == 5
+    assert facts.batch_fixed_reason == "the loader has batch_size=None: the data set makes the batches"
+
+
+def test_the_step_is_timed_warm() -> None:
+    class Warming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(WIDTH, 1)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            pause(0.3 if self.calls == 1 else 0.01)
+            return self.net(x)
+
+    assert 0.01 < facts_of(program(Warming)).step_seconds < 0.2
+
+
+def test_the_fingerprint_follows_the_program() -> None:
+    def wider() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Linear(33, 1))
+
+    same = facts_of(program()).fingerprint
+    assert facts_of(program()).fingerprint == same
+    others = [
+        facts_of(program(wider)).fingerprint,
+        facts_of(program(data_fn=lambda: regression_data(batch_size=4))).fingerprint,
+        facts_of(program(optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))).fingerprint,
+        facts_of(program(loss_fn=lambda model, batch: (mse(model, batch), 1))).fingerprint,
+    ]
+    assert len({same, *others}) == 5
+
+
+# --- what is wrong, and what to change ---
+
+
+def needs_width(width: int) -> nn.Module:
+    return nn.Linear(width, 1)
+
+
+def needs_nothing(width: int = WIDTH, *args: Any, **kwargs: Any) -> nn.Module:
+    return nn.Linear(width, 1)
+
+
+def test_a_function_that_needs_an_argument_is_an_error_that_shows_it() -> None:
+    text = (
+        "model_fn is called without arguments, but needs_width(width: 'int') -> 'nn.Module' needs width; give it a "
+        "default, or pass functools.partial(needs_width, width=...)"
+    )
+    with pytest.raises(WorkloadError, match=re.escape(text)):
+        facts_of(program(needs_width))
+    with pytest.raises(WorkloadError, match=r"data_fn is called without arguments, but <lambda>\(root\) needs root"):
+        facts_of(program(data_fn=lambda root: regression_data()))
+    assert facts_of(program(needs_nothing)).model_class == "Linear"
+    assert facts_of(program(functools.partial(needs_width, width=WIDTH))).model_class == "Linear"
+
+
+def test_a_data_fn_that_yields_is_an_error() -> None:
+    def data_fn() -> Iterator[Any]:
+        yield torch.zeros(2, WIDTH)
+
+    with pytest.raises(WorkloadError, match="data_fn returned a generator, which can be read only once"):
+        facts_of(program(data_fn=data_fn))
+
+
+def test_a_loss_that_is_not_finite_ends_it_before_anything_is_tuned() -> None:
+    with pytest.raises(
+        TrialFailure, match="the user's own step gives a loss of nan at its first step, in fp32"
+    ) as caught:
+        facts_of(program(loss_fn=lambda model, batch: mse(model, batch) * float("nan")))
+    assert caught.value.kind == "numerics"
+
+
+def once(make: Callable[[], nn.Module], then: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    """A model_fn whose first call makes a model and whose next calls make another one from that."""
+    made: list[nn.Module] = []
+
+    def model_fn() -> nn.Module:
+        made.append(then(made[0]) if made else make())
+        return made[-1]
+
+    return model_fn
+
+
+def test_the_same_model_at_the_second_call_is_an_error() -> None:
+    with pytest.raises(WorkloadError, match="model_fn returned the same model twice; it must make a fresh one"):
+        facts_of(program(once(perceptron, lambda first: first)))
+
+
+def test_a_backbone_that_two_models_share_is_an_error() -> None:
+    backbone = nn.Linear(WIDTH, 8)
+
+    def model_fn() -> nn.Module:
+        return nn.Sequential(backbone, nn.Linear(8, 1))
+
+    text = "two models from model_fn share parameters (0.weight), so that training one changes the other"
+    with pytest.raises(WorkloadError, match=re.escape(text)):
+        facts_of(program(model_fn))
+
+
+def test_a_shared_part_is_found_wherever_it_lies() -> None:
+    def moved(first: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), first)
+
+    with pytest.raises(WorkloadError, match=re.escape("share parameters (1.0.weight)")):
+        facts_of(program(once(perceptron, moved)))
+
+
+def test_a_second_call_that_fails_is_an_error() -> None:
+    def fails(first: nn.Module) -> nn.Module:
+        raise KeyError("already registered")
+
+    text = "model_fn failed at its second call (KeyError: 'already registered'); it must return a fresh model at every"
+    with pytest.raises(WorkloadError, match=re.escape(text)):
+        facts_of(program(once(perceptron, fails)))
+
+
+def test_a_batch_that_gives_no_loss_is_an_error_with_the_lines_to_write() -> None:
+    with pytest.raises(WorkloadError, match=r"no loss_fn is given and the batch \(list of 2: .*\) does not tell how"):
+        facts_of(program(loss_fn=None))
+
+
+def test_an_error_in_the_users_loss_passes_through() -> None:
+    def broken(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise ZeroDivisionError("theirs")
+
+    with pytest.raises(ZeroDivisionError, match="theirs"):
+        facts_of(program(loss_fn=broken))
