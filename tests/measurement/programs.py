@@ -93,3 +93,11 @@ def pause(seconds: float) -> None:
     time.sleep(max(0.0, seconds - 0.0005))
     while time.perf_counter() < end:
         pass
+
+
+def agrees(compare: Callable[[], float], tolerance: float, attempts: int = 8) -> bool:
+    """Whether two readings of one thing, whose ratio `compare` gives, come within `tolerance` of each other once.
+
+    What else runs on the machine only drives them apart, so one agreement is enough.
+    """
+    return any(abs(compare() - 1) <= tolerance for _ in range(attempts))

@@ -1,14 +1,18 @@
-"""A memory probe steps on the largest batch that a pass holds, not on the first ones."""
+"""Probes: memory on the largest batch that a pass holds, and the loader alone."""
 
+import time
+
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from autotune.config import TrainingConfig
-from autotune.measurement.probes import probe_memory
+from autotune.measurement.probes import probe_loader, probe_memory
 from autotune.records import Conditions, TrialRequest
 from autotune.workload import UserFunctions
+from tests.measurement.programs import WIDTH, agrees, pause, program, request
 
 
 class Texts(Dataset):
@@ -41,8 +45,83 @@ def test_the_longest_batch_of_a_pass_is_stepped_on():
         ),
     )
     conditions = Conditions(device="cpu", global_batch_size=None)
-    request = TrialRequest(kind="memory", config=TrainingConfig({}), conditions=conditions)
-    probe = probe_memory(functions, request, lambda phase: None)
+    asked = TrialRequest(kind="memory", config=TrainingConfig({}), conditions=conditions)
+    probe = probe_memory(functions, asked, lambda phase: None)
     assert 64 in seen
     assert len(seen) < 10, "the others are only looked at"
     assert probe.fits
+
+
+class Sleepy(Dataset):
+    """Takes 2 ms to load a sample."""
+
+    def __len__(self):
+        return 2048
+
+    def __getitem__(self, index):
+        pause(0.002)
+        return torch.ones(WIDTH), torch.ones(1)
+
+
+def sleepy_data():
+    return DataLoader(Sleepy(), batch_size=4)
+
+
+@pytest.mark.parametrize(("workers", "seconds_per_sample"), [(0, 0.002), (1, 0.002), (2, 0.001)])
+def test_the_loader_alone_gives_what_its_workers_can(workers, seconds_per_sample):
+    asked = request("loader", num_workers=workers, batch_size=4, block_seconds=0.1, maximum_blocks=3)
+    phases = []
+
+    def against_a_stopwatch():
+        phases.clear()
+        probe = probe_loader(program(data_fn=sleepy_data), asked, phases.append)
+        assert (probe.num_workers, probe.micro_batch_size) == (workers, 4)
+        assert 0.97 * seconds_per_sample < 1 / probe.samples_per_second
+        assert sum(probe.blocks.samples) / sum(probe.blocks.seconds) == pytest.approx(probe.samples_per_second)
+        batches = iter(DataLoader(Sleepy(), batch_size=4, num_workers=workers))
+        for _ in range(6):  # those that workers have ready
+            next(batches)
+        begin = time.perf_counter()
+        for _ in range(30):
+            next(batches)
+        return 4 * 30 / (time.perf_counter() - begin) / probe.samples_per_second
+
+    assert agrees(against_a_stopwatch, 0.2)
+    assert phases == ["build", "loader"]
+
+
+def test_the_loader_alone_trains_nothing():
+    seen = []
+    probe_loader(program(lambda: Reader(seen)), request("loader"), lambda phase: None)
+    assert seen == []
+
+
+class Activations(nn.Module):
+    """Keeps 4 MiB a sample for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, rows):
+        big = rows[:, :1].repeat(1, 2**20) * self.weight
+        return big.square().mean(1, keepdim=True)
+
+
+def test_a_memory_probe_sees_the_peak_grow_with_the_batch():
+    peaks = []
+    for batch_size in (2, 10):
+        asked = request("memory", batch_size=batch_size)
+        probe = probe_memory(program(Activations), asked, lambda phase: None)
+        assert probe.micro_batch_size == batch_size
+        assert probe.fits
+        assert probe.reason == ""
+        assert probe.step_seconds > 0
+        peaks.append(probe.memory.peak_allocated_bytes)
+    assert peaks[1] - peaks[0] > 8 * 2**22
+
+
+def test_a_memory_probe_tells_the_limit_that_it_ran_under():
+    limited = request("memory", memory_limit_bytes=2**30)
+    assert probe_memory(program(), limited, lambda phase: None).limit_bytes == 2**30
+    assert probe_memory(program(), request("memory"), lambda phase: None).limit_bytes is None
