@@ -30,8 +30,8 @@ def endless(loader: Iterable[Window]) -> Iterator[Window]:
             yield window
         if empty:
             raise WorkloadError(
-                "the loader gives not one full optimizer step: the data set holds fewer samples than the batch and "
-                "drop_last is set; use a smaller batch, or drop_last=False"
+                "the loader gives not one full optimizer step: the data set is empty, or it holds fewer samples than the "
+                "batch and drop_last is set; use a smaller batch, or drop_last=False"
             )
 
 

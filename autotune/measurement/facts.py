@@ -35,6 +35,8 @@ from autotune.training.training import Training
 from autotune.training.windows import Window, WindowLoader
 from autotune.workload import UserFunctions
 
+ARGUMENTS = {"loss_fn": ("model", "batch"), "optimizer_fn": ("model",), "scheduler_fn": ("optimizer",)}
+"""What the optional functions are called with."""
 LONGEST_STEP_SECONDS = 20.0
 """A first step slower than this is not run twice to see a warm one."""
 
@@ -48,6 +50,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     phase("build")
     for role in ("model_fn", "data_fn"):
         _check_no_arguments(role, getattr(functions, role))
+    for role, arguments in ARGUMENTS.items():
+        _check_arguments(role, getattr(functions, role), arguments)
     seed_everything(request.conditions.seed)
     conditions = request.conditions.model_copy(update={"global_batch_size": None})
     training = Training(functions, TrainingConfig({}), conditions)
@@ -144,6 +148,22 @@ def _first_window(training: Training, batch_size: int | None) -> Window:
         return next(endless(training.loader))
     smaller = rebuilt(loader, {"batch_size": batch_size})
     return next(endless(WindowLoader(counted(smaller), 1)))
+
+
+def _check_arguments(role: str, function: Callable[..., Any] | None, arguments: tuple[str, ...]) -> None:
+    if function is None:
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(function, "__name__", role)
+        raise WorkloadError(
+            f"{role} is called as {role}({', '.join(arguments)}), which {name}{signature} does not take ({error})"
+        ) from None
 
 
 def _timed_step(training: Training, window: Window) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -100,7 +101,9 @@ def classify(error: BaseException, phase: Phase) -> Failure:
         told = origin_of(inner)
         message = f"compiling failed with {told.type_name}: {_first_line(told.message)}"
         return Failure(kind="compile_error", phase=phase, message=message, detail=origin.detail)
-    return Failure(kind="user_error", phase=phase, message=_user_message(error, origin), detail=origin.detail)
+    told_whole = not origin.frames and "\n" not in origin.message.strip()
+    detail = "" if told_whole else origin.detail
+    return Failure(kind="user_error", phase=phase, message=_user_message(error, origin), detail=detail)
 
 
 def import_failure(error: BaseException, location: str) -> WorkloadError:
@@ -111,6 +114,8 @@ def import_failure(error: BaseException, location: str) -> WorkloadError:
     where = f" ({origin.where})" if origin.where else ""
     ended = "called sys.exit" if isinstance(error, SystemExit) else "failed"
     message = f"importing {location} {ended} with {origin.type_name}: {_first_line(origin.message)}{where}"
+    if isinstance(error, SystemExit):
+        message += '; put what runs the script under `if __name__ == "__main__":`'
     return WorkloadError(message, origin.detail)
 
 
@@ -260,6 +265,11 @@ def _user_message(error: BaseException, origin: Origin) -> str:
             "a batch of one sample reached BatchNorm, which refuses it in training: set drop_last=True, or choose a "
             f"batch size that leaves no last batch of one sample ({shown})"
         )
+    if _is_of_collate(error):
+        return (
+            f"samples could not be put together into a batch ({shown}): make them alike, or give the DataLoader a "
+            "collate_fn"
+        )
     if origin.type_name == "CheckpointError":
         return (
             "recomputing a block gave something else than its forward did: it counts its calls, or draws numbers from "
@@ -268,6 +278,13 @@ def _user_message(error: BaseException, origin: Origin) -> str:
     if _NO_CUDA.search(origin.message):
         return f"{shown}{where}: there is no GPU here; leave .cuda() and .to(...) out, autotune places the model itself"
     return f"{shown}{where}"
+
+
+def _is_of_collate(error: BaseException) -> bool:
+    """Whether torch's own collate function raised it, here or in a loader worker: no line of the user's shows then."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files += re.findall(r'^  File "(.*)", line', str(error), re.MULTILINE)
+    return bool(files) and files[-1].endswith("torch/utils/data/_utils/collate.py")
 
 
 def _detail_of(error: TrialFailure | UserError) -> str:

@@ -55,7 +55,7 @@ def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:
         return data, True
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=DEFAULT_BATCH_SIZE), False
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    if isinstance(data, Dataset) or _holds_samples(data):
         length = len(data)
         if length == 0:
             raise WorkloadError("data_fn returned an empty data set; there is nothing to train on")
@@ -66,9 +66,23 @@ def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:
             "DataLoader. To keep the generator, put its body into `class Data(IterableDataset)` as `def __iter__(self)` "
             "and return `DataLoader(Data(), batch_size=None)` if it yields ready batches"
         )
-    raise WorkloadError(
-        f"data_fn returned {type(data).__name__}; it must return a Dataset, an IterableDataset or a DataLoader"
-    )
+    what = type(data).__name__
+    if isinstance(data, (tuple, list)):
+        what = f"a {what} of {len(data)} ({', '.join(type(item).__name__ for item in data[:4])})"
+    which = ", the one to train on" if isinstance(data, (tuple, list, Mapping)) else ""
+    raise WorkloadError(f"data_fn returned {what}; it must return a Dataset, an IterableDataset or a DataLoader{which}")
+
+
+def _holds_samples(data: Any) -> bool:
+    """Whether something that is no Dataset can be used as one: a list of samples, an array, a class of the user's own.
+
+    Several loaders or data sets in a container are not meant to be batched, nor are texts.
+    """
+    if isinstance(data, (tuple, Mapping, str, bytes)) or not (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    ):
+        return False
+    return not (isinstance(data, list) and any(isinstance(item, (DataLoader, Dataset)) for item in data))
 
 
 def _refuse_without_batches(loader: DataLoader[Any]) -> None:

@@ -230,6 +230,12 @@ def _made_optimizer(functions: UserFunctions, model: nn.Module) -> torch.optim.O
     if isinstance(optimizer, torch.optim.LBFGS):
         raise WorkloadError("optimizer_fn returned LBFGS, whose step needs a closure; that is not supported")
     if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise WorkloadError(
+                "optimizer_fn returned an optimizer that holds no parameter of the model; make it of the model that it is "
+                "given, as in optimizer_fn(model)"
+            )
         return optimizer
     what = type(optimizer).__name__
     if isinstance(optimizer, (list, tuple)):

@@ -255,3 +255,20 @@ def test_a_block_that_cannot_be_recomputed_says_why():
     assert failure.message.startswith(
         "recomputing a block gave something else than its forward did: it counts its calls"
     )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_make_no_batch(workers):
+    ragged = [torch.ones(1), torch.ones(2)]
+    context = "fork" if workers else None
+    batches = iter(DataLoader(ragged, batch_size=2, num_workers=workers, multiprocessing_context=context))
+    failure = classify(raised(lambda: next(batches)), "build")
+    if workers:
+        batches._shutdown_workers()
+        assert failure.detail == "", "the message has told all of it, and no line of the user's is to blame"
+    assert failure.kind == "user_error"
+    assert failure.message.startswith("samples could not be put together into a batch (RuntimeError: stack expects")
+
+
+def test_a_module_that_ends_the_process_is_told_about_the_guard():
+    assert 'under `if __name__ == "__main__":`' in str(import_failure(SystemExit(2), "train.py"))
