@@ -10,7 +10,7 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -121,7 +121,7 @@ def _names_in_source(source: str, shown: str) -> dict[str, str]:
         ) from None
     defined: list[str] = []
     star_import = False
-    for node in ast.walk(tree):
+    for node in _module_level(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             defined.append(node.name)
         elif isinstance(node, ast.Assign):
@@ -146,6 +146,14 @@ def _names_in_source(source: str, shown: str) -> dict[str, str]:
             f"`{missing[0]} = your_function`"
         )
     return {role: role for role in ROLES if role in defined or (star_import and role in REQUIRED_ROLES)}
+
+
+def _module_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement that runs when the module is imported, those inside `if` or `try` too, but no function's body."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _module_level(child)
 
 
 def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workload:

@@ -68,7 +68,7 @@ def test_a_steady_program_has_no_findings_and_sees_an_evaluation_and_the_end_of_
     result = results[-1]
     assert (result.growth_bytes_per_step, result.allocator_retries) == (0.0, 0)
     assert result.samples_per_second < 20 / 3 / 0.004
-    assert result.steps > 20
+    assert result.steps >= 8
     assert phases == ["build", "compile", "soak"]
     # One evaluation without gradients, near the end, and a step after the state was loaded.
     assert made[-1].modes.count((False, False, 8)) == 1
@@ -109,11 +109,11 @@ def test_a_model_that_tells_its_own_loss_is_evaluated_too() -> None:
             scores = super().forward(x)
             return scores, nn.functional.mse_loss(scores, y)
 
-    assert soaked(program(Own, loss_fn=None)).steps > 20
+    assert soaked(program(Own, loss_fn=None)).steps >= 8
 
 
 def test_fp16_and_schedulers_are_saved_and_loaded() -> None:
     functions = program(
         Steady, loss_fn=mse, scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)
     )
-    assert soaked(functions, precision="fp16", optimizer_impl="fused").steps > 20
+    assert soaked(functions, precision="fp16", optimizer_impl="fused").steps >= 8

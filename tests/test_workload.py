@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import workload as workload_module
+from autotune.errors import WorkloadError
+from autotune.workload import UserFunctions, Workload, load_functions, workload_from_functions, workload_from_target
+
+PLAIN = """
+def model_fn():
+    return "model"
+
+
+def data_fn():
+    return "data"
+"""
+
+
+def written(directory: Path, text: str, name: str = "train.py") -> str:
+    path = directory / name
+    path.write_text(text)
+    return str(path)
+
+
+# --- from a file or a module ---
+
+
+def test_a_file_is_read_and_not_run(tmp_path: Path) -> None:
+    text = PLAIN + "\ndef loss_fn(model, batch):\n    return 0\n\nraise SystemExit('it was run')\n"
+    workload = workload_from_target(written(tmp_path, text))
+    assert workload.form == "file"
+    assert workload.location == str(tmp_path / "train.py")
+    assert workload.names == {role: role for role in ("model_fn", "data_fn", "loss_fn")}
+    assert workload.search_path == (str(tmp_path),)
+    assert workload.payload is None
+
+
+def test_a_files_functions_are_loaded_with_what_lies_beside_it(tmp_path: Path) -> None:
+    written(tmp_path, "NAME = 'from beside'\n", "beside_the_workload.py")
+    text = "from beside_the_workload import NAME\n" + PLAIN.replace('"model"', "NAME")
+    path_before = list(sys.path)
+    try:
+        functions = load_functions(workload_from_target(written(tmp_path, text)))
+    finally:
+        sys.path[:] = path_before
+    assert functions.model_fn() == "from beside"
+    assert functions.data_fn() == "data"
+    assert (functions.loss_fn, functions.optimizer_fn, functions.scheduler_fn) == (None, None, None)
+    assert not (tmp_path / "__pycache__" / "train.cpython-311.pyc").exists()
+
+
+def test_a_file_of_a_name_that_is_taken_or_is_none_is_loaded_all_the_same(tmp_path: Path) -> None:
+    for name in ("json.py", "my-train.py"):
+        assert load_functions(workload_from_target(written(tmp_path, PLAIN, name))).model_fn() == "model"
+    assert sys.modules["json"].__file__ != str(tmp_path / "json.py")
+
+
+def test_a_module_is_found_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a_package_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    workload = workload_from_target("a_package_of_mine.train")
+    assert workload.form == "module"
+    assert workload.names["model_fn"] == "a_package_of_mine.train:model_fn"
+    assert load_functions(workload).data_fn() == "data"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from elsewhere import model_fn, data_fn",
+        "from elsewhere import make as model_fn, read as data_fn",
+        "model_fn = data_fn = print",
+        "(model_fn, data_fn) = print, print",
+        "model_fn: object = print\ndata_fn: object = print",
+        "from elsewhere import *",
+        "if True:\n    def model_fn(): ...\n    def data_fn(): ...",
+        "try:\n    from fast import model_fn\nexcept ImportError:\n    from slow import model_fn\ndata_fn = print",
+        "class model_fn: ...\nasync def data_fn(): ...",
+    ],
+)
+def test_names_may_be_bound_in_any_way_at_the_top(tmp_path: Path, text: str) -> None:
+    assert set(workload_from_target(written(tmp_path, text)).names) == {"model_fn", "data_fn"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "def model_fn(): ...\ndef get_data(): ...\ndef loss_fn(m, b): ...\ndef _own(): ...\n",
+            "train.py does not define data_fn; it defines model_fn, get_data, loss_fn. Rename the function, or add a line "
+            "such as `data_fn = your_function`",
+        ),
+        ("x = 1\n", "train.py does not define model_fn and data_fn; it defines no functions. Rename the function"),
+        (
+            "class Setup:\n    def model_fn(self): ...\n    def data_fn(self): ...\n",
+            "does not define model_fn and data_fn",
+        ),
+        ("def main():\n    def model_fn(): ...\n    data_fn = print\n", "it defines main. Rename"),
+    ],
+)
+def test_a_missing_function_is_an_error_that_lists_what_there_is(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(WorkloadError) as caught:
+        workload_from_target(written(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="train.py has a syntax error in line 2: ") as caught:
+        workload_from_target(written(tmp_path, "x = 1\ndef model_fn(:\n    pass\n"))
+    assert "def model_fn(:" in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_such_file.py", "no such file: no_such_file.py"),
+        ("no/such/file", "no such file: no/such/file"),
+        ("no_such_module_anywhere", "no module named 'no_such_module_anywhere' here; give a path that ends in .py"),
+        ("no_such_package_anywhere.module", "no module named 'no_such_package_anywhere.module' here"),
+        ("sys", "no module named 'sys' here"),
+    ],
+)
+def test_a_target_that_is_not_there_is_an_error(target: str, message: str) -> None:
+    with pytest.raises(WorkloadError) as caught:
+        workload_from_target(target)
+    assert message in str(caught.value)
+
+
+def test_a_change_of_the_source_is_noticed(tmp_path: Path) -> None:
+    first = workload_from_target(written(tmp_path, PLAIN))
+    same = workload_from_target(written(tmp_path, PLAIN))
+    changed = workload_from_target(written(tmp_path, PLAIN + "# more\n"))
+    assert first.reference() == same.reference()
+    assert changed.source_hash != first.source_hash
+    assert len(first.source_hash) == 12
+
+
+def test_a_name_that_a_star_import_does_not_bring_is_an_error_when_it_is_loaded(tmp_path: Path) -> None:
+    workload = workload_from_target(written(tmp_path, "from os.path import *\n"))
+    with pytest.raises(WorkloadError, match="train.py does not define model_fn"):
+        load_functions(workload)
+
+
+def test_what_the_users_module_raises_passes_through(tmp_path: Path) -> None:
+    workload = workload_from_target(written(tmp_path, PLAIN + "1 / 0\n", "divides.py"))
+    with pytest.raises(ZeroDivisionError):
+        load_functions(workload)
+
+
+# --- from functions ---
+
+
+def model_fn() -> str:
+    return "model"
+
+
+def data_fn() -> str:
+    return "data"
+
+
+def test_functions_that_can_be_imported_travel_by_name() -> None:
+    workload = workload_from_functions({"model_fn": model_fn, "data_fn": data_fn})
+    assert workload.form == "module"
+    assert workload.payload is None
+    assert workload.names == {"model_fn": f"{__name__}:model_fn", "data_fn": f"{__name__}:data_fn"}
+    assert load_functions(workload) == UserFunctions(model_fn, data_fn)
+
+
+def test_closures_lambdas_and_partials_travel_by_value() -> None:
+    width = 7
+    functions: dict[str, Any] = {
+        "model_fn": lambda: width + 1,
+        "data_fn": functools.partial(pow, 2, 3),
+        "loss_fn": max,
+    }
+    workload = workload_from_functions(functions)
+    assert workload.form == "value"
+    loaded = load_functions(workload)
+    assert loaded.model_fn() == 8
+    assert loaded.data_fn() == 8
+    assert loaded.loss_fn is not None
+    assert loaded.loss_fn(1, 2) == 2
+
+
+def test_only_what_can_be_shown_is_kept_of_functions_by_value() -> None:
+    reference = workload_from_functions({"model_fn": lambda: 1, "data_fn": data_fn}).reference()
+    assert reference.form == "value"
+    assert reference.names == {"model_fn": "<lambda>", "data_fn": "data_fn"}
+    assert b"payload" not in reference.model_dump_json().encode()
+
+
+def test_what_is_no_function_is_an_error() -> None:
+    with pytest.raises(WorkloadError, match="model_fn must be a function, not int"):
+        workload_from_functions({"model_fn": 3, "data_fn": data_fn})  # type: ignore[dict-item]
+
+
+def test_a_captured_lock_is_an_error_with_what_to_do() -> None:
+    lock = threading.Lock()
+    text = r"the functions cannot be sent to a trial process \(TypeError: .*lock.*\). Put them into a module and import them"
+    with pytest.raises(WorkloadError, match=text):
+        workload_from_functions({"model_fn": lambda: lock, "data_fn": data_fn})
+
+
+def test_a_captured_data_set_is_an_error_that_tells_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload_module, "MAXIMUM_PICKLE_BYTES", 2**20)
+    big = bytes(3 * 2**20)
+    with pytest.raises(WorkloadError, match="they and what they refer to take 3 MiB, more than 1 MiB"):
+        workload_from_functions({"model_fn": lambda: big, "data_fn": data_fn})
+
+
+SCRIPT = """
+import threading
+from autotune.workload import load_functions, workload_from_functions
+
+LOCK = threading.Lock()
+
+def model_fn():
+    return LOCK
+
+def data_fn():
+    return "data"
+
+{guard}
+    workload = workload_from_functions({{"model_fn": model_fn, "data_fn": data_fn}})
+    print(workload.form, workload.location, workload.names)
+    print(load_functions(workload).data_fn())
+"""
+
+
+def run_script(directory: Path, text: str) -> subprocess.CompletedProcess[str]:
+    path = written(directory, text, "script.py")
+    root = str(Path(workload_module.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root}
+    return subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+
+
+def test_functions_of_a_script_travel_by_value(tmp_path: Path) -> None:
+    result = run_script(tmp_path, SCRIPT.replace("return LOCK", "return 1").format(guard="if True:"))
+    assert result.stdout.splitlines()[0].startswith(f"value {tmp_path / 'script.py'} ")
+    assert result.stdout.splitlines()[1] == "data"
+
+
+def test_where_that_fails_a_script_with_a_guard_is_imported_again(tmp_path: Path) -> None:
+    result = run_script(tmp_path, SCRIPT.format(guard='if __name__ == "__main__":'))
+    assert result.stdout.splitlines() == [
+        f"file {tmp_path / 'script.py'} {{'model_fn': 'model_fn', 'data_fn': 'data_fn'}}",
+        "data",
+    ]
+
+
+def test_without_a_guard_the_message_says_what_to_write(tmp_path: Path) -> None:
+    result = run_script(tmp_path, SCRIPT.format(guard="if True:"))
+    assert result.returncode == 1
+    assert "lock" in result.stderr
+    assert 'call fit under `if __name__ == "__main__":` so that the script can be imported again' in result.stderr
+
+
+def test_the_orchestrators_part_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from autotune.workload import workload_from_target\n"
+        f"workload_from_target({written(tmp_path, 'import torch' + PLAIN)!r})\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_workload_without_a_payload_is_data() -> None:
+    workload = Workload("file", "/somewhere/train.py", {"model_fn": "model_fn"})
+    assert workload.reference().model_dump() == {
+        "form": "file",
+        "location": "/somewhere/train.py",
+        "names": {"model_fn": "model_fn"},
+        "source_hash": "",
+    }
