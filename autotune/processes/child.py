@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 
 from autotune.processes import system_memory
@@ -123,7 +124,9 @@ def flush_streams() -> None:
 def load_entry(dotted: str) -> Entry:
     """The function that `module:function` names."""
     module, _, name = dotted.partition(":")
-    entry: Entry = getattr(importlib.import_module(module), name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user's module may have made errors of them, for its own code
+        entry: Entry = getattr(importlib.import_module(module), name)
     return entry
 
 

@@ -42,13 +42,19 @@ def import_user_module(hello: Hello) -> tuple[UserFunctions, int]:
     finally:
         importing = False
         torch.set_num_threads = set_num_threads
-    import torch._dynamo  # making any optimizer imports it, which takes a second: better here than in each trial
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user's module may have made errors of them, which are for the user's code
+        _import_what_trials_need(hello)
+    set_num_threads(1)
+    return functions, thread_count
+
+
+def _import_what_trials_need(hello: Hello) -> None:
+    import torch._dynamo  # noqa: F401  # making any optimizer imports it, which takes a second: better here than in a trial
 
     if hello.warm_compiler:
         _import_compiler()
     child.load_entry(hello.entry)
-    set_num_threads(1)
-    return functions, thread_count
 
 
 def _import_compiler() -> None:
