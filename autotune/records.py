@@ -487,7 +487,7 @@ class Recommendation(Record):
     trial_count: int
     failure_counts: dict[str, int]
     rejected: tuple[str, ...]
-    """What was faster and is not recommended, with the reason, one sentence each."""
+    """What ran and is not recommended because it trains differently or failed later, one sentence each."""
     warnings: tuple[str, ...] = ()
     search_seconds: float
     autotune_version: str

@@ -42,7 +42,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         *lines_if_any("Price", recommendation.best.prices),
         *_free_batch(recommendation),
         *ceilings_grid(recommendation.ceilings, recommendation.baseline.config),
-        *lines_if_any("Faster, and not recommended", recommendation.rejected, "warning"),
+        *lines_if_any("Ran, and not recommended", recommendation.rejected, "warning"),
         *lines_if_any("Failed trials", _failure_counts(recommendation)),
         *lines_if_any("Warnings", recommendation.warnings, "warning"),
         Lines("Measured", _circumstances(recommendation)),

@@ -203,7 +203,7 @@ def _shown(value: object) -> str:
 
 
 def _rejected(results: Results, baseline: Answer) -> tuple[str, ...]:
-    """What ran faster than the baseline and trains differently, or failed later."""
+    """What ran and trains differently, or failed later."""
     sentences = []
     for trial in results.trials:
         if trial.failure is None or trial.measurement is None or trial.round is not None:

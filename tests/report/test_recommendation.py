@@ -109,7 +109,7 @@ def test_reasons_prices_rejections_failures_and_warnings_are_there() -> None:
     text = told()
     assert "Why - precision=bf16: 1.80x the speed alone (trial 4)" in text
     assert "Price - the first step takes 21 s longer" in text
-    assert "Faster, and not recommended - fp16 was 1.1x faster and its gradient wrong" in text
+    assert "Ran, and not recommended - fp16 was 1.1x faster and its gradient wrong" in text
     assert "of 31 trials: 2 device_oom, 1 timeout" in text
     assert "Warnings - another process used the GPU" in text
 
