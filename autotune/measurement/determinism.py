@@ -112,8 +112,11 @@ class Precision:
             before._set()
 
     def _set(self) -> None:
-        torch.set_float32_matmul_precision(self.matmul)
-        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+        # Only what differs is set: setting even the value in force changes what the compiler's cache is keyed by.
+        if torch.get_float32_matmul_precision() != self.matmul:
+            torch.set_float32_matmul_precision(self.matmul)
+        if torch.backends.cudnn.allow_tf32 != self.cudnn_tf32:
+            torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
 
     def matters_to(self, gradients: dict[str, torch.Tensor | None]) -> bool:
         """Whether a model with such parameters may compute in less than fp32: convolutions have weights of 3 dimensions

@@ -28,6 +28,8 @@ from autotune.workload import UserFunctions
 
 STEPS = 3
 """Windows: gradients and buffers are compared after the first, losses over all."""
+SAME_AGAIN = 1e-5
+"""Two runs of a program that keeps no state differ by less; a GPU may add in another order."""
 SEEDS = 8
 """Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
 
@@ -96,6 +98,8 @@ class _Check:
         self.as_is = conditions.model_copy(update={"global_batch_size": None})
         self.reference_weights: dict[str, torch.Tensor] = {}
         self.has_dropout = False
+        self.latest: Training | None = None
+        self.reusable: Training | None = None
 
     def result(self) -> ParityResult:
         self.phase("build")
@@ -105,13 +109,18 @@ class _Check:
         windows = self._windows(training)
         whole = self._whole_windows(windows)
         self.phase("parity")
-        # Turning dropout off changes what is traced, so it is left alone where nothing random is drawn: the compiler then
-        # finds the graphs that were measured in its cache.
-        self.has_dropout = bool(self._reference_run(windows[:1]).drew)
-        draws = self.has_dropout and bool(self._reference_run(windows[:1]).drew)
         has_batch_norm = any(_is_batch_norm(module) for module in training.model.modules())
+        reference = self._reference_run(windows if whole is None or has_batch_norm else whole)
+        draws = False
+        if reference.drew:
+            # Only here is dropout turned off, for that changes what is traced: where nothing random is drawn, the
+            # compiler finds the graphs that were measured in its cache.
+            self.has_dropout = True
+            reference = self._reference_run(windows if whole is None or has_batch_norm else whole)
+            draws = bool(reference.drew)
         split_alike = whole is not None and (draws or has_batch_norm)
-        reference = self._reference_run(windows if whole is None or split_alike else whole)
+        if split_alike and not has_batch_norm:
+            reference = self._reference_run(windows)
         if not all(math.isfinite(loss) for loss in reference.losses):
             return self._record(
                 "the user's own step gives a loss that is not finite in fp32", reference, reference, _NOTHING, windows
@@ -161,6 +170,7 @@ class _Check:
         `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to.
         """
         with self._reference(precision, evaluated_norms) as training:
+            self.latest = training
             if rounding is not None:
                 with torch.no_grad():
                     for parameter in training.model.parameters():
@@ -175,16 +185,29 @@ class _Check:
 
     @contextmanager
     def _reference(self, precision: Precision = HIGHEST, evaluated_norms: bool = False) -> Iterator[Training]:
-        """The user's program at the reference's weights, built anew, for it may count its calls."""
-        seed_everything(0)
-        training = Training(self.functions, TrainingConfig({}), self.as_is)
-        if not self.reference_weights:
-            self.reference_weights = copied(training.model.state_dict())
-        else:
+        """The user's program at the reference's weights; built anew unless it was seen to keep nothing but weights."""
+        training = self.reusable or self._built_reference()
+        if self.reference_weights:
             training.model.load_state_dict(self.reference_weights)
+        else:
+            self.reference_weights = copied(training.model.state_dict())
         norms = _batch_norms_evaluated(training.model) if evaluated_norms else nullcontext()
         with precision.applied(), eager(), norms, self._without_dropout(training.model):
             yield training
+
+    def _built_reference(self) -> Training:
+        seed_everything(0)
+        return Training(self.functions, TrainingConfig({}), self.as_is)
+
+    def _reuse_if_stateless(self, reference: Run, windows: list[Window]) -> None:
+        """Keeps the reference's training for further runs where it gives the same gradients again.
+
+        A model may count its calls and behave by the count; most do not, and building one takes seconds.
+        """
+        self.reusable = self.latest
+        again = self._reference_run(windows[:1])
+        if compare(reference.gradients, again.gradients).relative_error > SAME_AGAIN:
+            self.reusable = None
 
     def _without_dropout(self, model: nn.Module) -> AbstractContextManager[None]:
         return dropout_off(model) if self.has_dropout else nullcontext()
@@ -192,6 +215,8 @@ class _Check:
     def _allowance(self, reference: Run, windows: list[Window]) -> Allowance:
         """From runs whose error is no fault: weights and inputs rounded, outputs too, the user's own TF32."""
         first, roundings = windows[:1], sorted(self._roundings())
+        if roundings:
+            self._reuse_if_stateless(reference, windows)
         runs = [self._reference_run(first, rounding=kind) for kind in roundings]
         if self.conditions.device == "cuda" and self.users_precision.matters_to(reference.gradients):
             runs.append(self._reference_run(first, precision=self.users_precision))
