@@ -85,7 +85,10 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
     if not counts:
         return None
     candidate = incumbent.config.replace({knob.name: counts[0]})
-    if session.obstacle(candidate) is not None or not session.affords(candidate):
+    obstacle = session.obstacle(candidate)
+    if obstacle is not None:
+        session.skipped.append(f"{knob.name}={counts[0]} was not tried: {obstacle}")
+    if obstacle is not None or not session.affords(candidate):
         return None
     answer = session.probe("loader", candidate)
     if answer.loader is None:

@@ -85,3 +85,13 @@ def test_workers_that_cannot_reach_what_the_step_does_without_are_not_tried(tmp_
     outcome = search.run()
     assert all(trial.stage != "loader" for trial in outcome.session.trials)
     assert any("num_workers: not moved, since one gives" in text for text in outcome.recommendation.best.reasons)
+
+
+def test_workers_that_the_limit_of_open_files_forbids_are_said_to_be_so(tmp_path: Path) -> None:
+    structure = "mapping of 60: " + ", ".join(f"k{n}: float32 [8, 4]" for n in range(60))
+    facts = cpu_facts(
+        machine_changes={"open_files_limit": 128}, batch_size=8, dataset_length=1000, batch_structure=structure
+    )
+    search = SimulatedSearch(Program(sample_seconds=0.001, load_seconds=0.01), facts, tmp_path, trials=2)
+    reasons = search.run().recommendation.best.reasons
+    assert any("num_workers=1 was not tried: " in text and "the limit is 128" in text for text in reasons)
