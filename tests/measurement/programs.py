@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,13 @@ def pause(seconds: float) -> None:
     time.sleep(max(0.0, seconds - 0.0005))
     while time.perf_counter() < end:
         pass
+
+
+def held_bytes(count: int) -> mmap.mmap:
+    """So many bytes straight from the kernel: what an allocator has left over from other tests hides growth."""
+    pages = mmap.mmap(-1, count)
+    pages.write(b"x" * count)
+    return pages
 
 
 def agrees(compare: Callable[[], float], tolerance: float, attempts: int = 8) -> bool:

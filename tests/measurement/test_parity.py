@@ -499,7 +499,7 @@ RESNET = program(lambda: ResNet(width=4), images, classify)
 GPT = program(lambda: Gpt(depth=2), token_data, next_token)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("functions", [RESNET, GPT], ids=["resnet", "gpt"])
 def test_honest_bf16_passes(functions: UserFunctions, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "manual_seed", _shifted(torch.manual_seed, seed))

@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from autotune.config import TrainingConfig
+from autotune.measurement.marks import MemoryMeter
 from autotune.measurement.probes import probe_loader, probe_memory
 from autotune.records import Conditions, TrialRequest
 from autotune.workload import UserFunctions
@@ -112,6 +113,7 @@ def test_a_memory_probe_sees_the_peak_grow_with_the_batch():
     peaks = []
     for batch_size in (2, 10):
         asked = request("memory", batch_size=batch_size)
+        MemoryMeter(torch.device("cpu")).reset_peak()  # a trial has a process of its own
         probe = probe_memory(program(Activations), asked, lambda phase: None)
         assert probe.micro_batch_size == batch_size
         assert probe.fits

@@ -273,7 +273,7 @@ BLOCKS = ("blocks.0", "blocks.1")
     "changes",
     [
         {"activation_checkpointing": "all", "precision": "bf16"},
-        {"compile_mode": "default", "compile_scope": "blocks", "activation_checkpointing": "alternate"},
+        {"compile_mode": "default", "compile_scope": "model", "activation_checkpointing": "alternate"},
     ],
 )
 def test_checkpoints_of_the_model_load_into_the_plain_one(changes: dict[str, Any]) -> None:
