@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -44,8 +44,9 @@ from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
 from autotune.search.session import Session
 from autotune.search.study import Study, stored_records, workload_identity
+from autotune.search.tables import DirectoryLock
 from autotune.search.watcher import QuietWatcher, SearchWatcher
-from autotune.space import SearchSpace, build_space
+from autotune.space import SearchSpace, build_space, refuse_unknown
 from autotune.workload import Workload, workload_from_functions
 
 __all__ = ["check", "fit", "load", "memory", "open_study", "search"]
@@ -177,6 +178,7 @@ def _was_searched(session: Session) -> bool:
 
 def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport:
     """One step of the user's program, and what a search would do with it. Writes no study."""
+    refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
     machine = read_machine_facts()
     conditions = _conditions(options, machine)
     with _scratch(options) as options, _pool(workload, options, watcher, machine) as pool:
@@ -285,10 +287,11 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
     machine = read_machine_facts()
     budget = Budget(options.budget_seconds, options.trials)
     conditions = _conditions(options, machine)
-    _writable(options.study)
+    refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
     for note in machine.notes:
         watcher.note(note)
-    with _pool(workload, options, watcher, machine) as pool:
+    # Locked before anything runs: a second search would write its trials over those of the first.
+    with closing(DirectoryLock(options.study)) as lock, _pool(workload, options, watcher, machine) as pool:
         watcher.stage("baseline", "one step of your program")
         facts = _facts(pool, machine, conditions, options)
         space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
@@ -303,6 +306,7 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
             machine_identity=machine.identity,
             seed=options.seed,
             fresh=options.fresh,
+            lock=lock,
         )
         try:
             session = Session(
@@ -406,18 +410,6 @@ def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace
         train_samples=options.train_samples,
         conditions=conditions,
     )
-
-
-def _writable(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"cannot write into the study directory {directory}: {error.strerror}; choose another --study"
-        ) from None
 
 
 def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool = False) -> TuningResult:

@@ -128,6 +128,15 @@ def build_space(
     return SearchSpace(facts=facts, choices=choices, baseline=baseline, start=start)
 
 
+def refuse_unknown(*, preset: str, only: Sequence[str], fixed: Mapping[str, Value]) -> None:
+    """Raises `SpaceError` for what `build_space` would refuse on any machine: unknown names and values."""
+    _read_preset(preset)
+    for name in only:
+        _known(name)
+    for name, value in fixed.items():
+        _parse(_known(name), value)
+
+
 def preset_names() -> dict[str, str]:
     """The presets that come with autotune: name to summary, smallest first."""
     summaries = {name: str(_load(file)["summary"]) for name, file in _preset_files().items()}

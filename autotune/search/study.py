@@ -118,15 +118,17 @@ class Study:
         machine_identity: str,
         seed: int,
         fresh: bool = False,
+        lock: DirectoryLock | None = None,
     ) -> Study:
         """The study of this workload and space in a directory: continued where there is one, else made.
 
-        `workload` comes from `workload_identity`. `fresh` sets aside whatever study the directory holds. Raises
-        `StudyError` where the directory cannot be written, is in use, or holds something broken or a study of another
-        workload or machine.
+        `workload` comes from `workload_identity`. `fresh` sets aside whatever study the directory holds. `lock` is the
+        directory's, where the caller holds it already; it stays the caller's. Raises `StudyError` where the directory
+        cannot be written, is in use, or holds something broken or a study of another workload or machine.
         """
         with ExitStack() as resources:
-            resources.callback(DirectoryLock(directory).close)
+            if lock is None:
+                resources.callback(DirectoryLock(directory).close)
             if fresh:
                 set_aside(directory)
             tables = StudyTables(directory)
