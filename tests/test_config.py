@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 from autotune.config import TrainingConfig
 
 VALUES = st.dictionaries(
-    st.text(max_size=8), st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
+    st.text(max_size=8),
+    st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False)),
 )
 
 
