@@ -22,14 +22,18 @@ FEWEST_SOAK_SECONDS = 5.0
 
 
 def reserve_seconds(session: Session) -> float:
-    """What confirmation, parity and soak are likely to take: kept free of everything before them."""
+    """What confirmation, parity and soak are likely to take: kept free of everything before them.
+
+    For one finalist beside the baseline, and one with the batch free: a second one is measured where there is time, but
+    is checked before that is known.
+    """
     base, best = session.baseline_trial(), session.best()
     if base is None:
         return 0.0
     finalist = best or base
-    finalists = MOST_FINALISTS + (session.settings.conditions.global_batch_size is not None)
+    finalists = 1 + (session.settings.conditions.global_batch_size is not None)
     rounds = FEWEST_ROUNDS * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
-    parity = finalists * _start_seconds(finalist)
+    parity = 0.0 if finalist.config == session.baseline else _start_seconds(finalist)
     return min(rounds + parity + 1.5 * session.pace.soak_seconds, LARGEST_RESERVE * session.budget.seconds)
 
 
@@ -93,7 +97,7 @@ def _settled(session: Session, config: TrainingConfig) -> bool:
 def _has_time_for_round(session: Session, finalists: list[TrainingConfig]) -> bool:
     assert session.baseline is not None
     expected = sum(_expected_seconds(session, config) for config in [session.baseline, *finalists])
-    return session.budget.left() - session.pace.soak_seconds >= expected
+    return session.budget.left() - 1.5 * session.pace.soak_seconds >= expected
 
 
 def _expected_seconds(session: Session, config: TrainingConfig) -> float:
