@@ -59,7 +59,7 @@ def main() -> int:
             pool.close()
     content = {
         "name": "trial_start",
-        "command": " ".join(["python", "benchmarks/trial_start.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/trial_start.py {arguments.target} --repeats {arguments.repeats}",
         "machine": machine.model_dump(mode="json", exclude={"identity"}),
         "target": arguments.target,
         "seconds_to_first_step": seconds,

@@ -23,7 +23,7 @@ from typing import Any
 from autotune.api import open_study
 from autotune.config import TrainingConfig
 from autotune.processes.replay import RecordedTrial, write_trials
-from autotune.records import Answer, Trial, TrialAnswer
+from autotune.records import Answer, Failure, Trial, TrialAnswer
 
 
 def main() -> int:
@@ -109,7 +109,7 @@ def recorded(study: Path) -> list[RecordedTrial]:
                 config=trial.config,
                 answer=TrialAnswer(
                     measurement=trial.measurement,
-                    failure=trial.failure if trial.measurement is None else None,
+                    failure=without_paths(trial.failure) if trial.measurement is None else None,
                     seconds=trial.seconds,
                 ),
             )
@@ -117,11 +117,20 @@ def recorded(study: Path) -> list[RecordedTrial]:
         ),
         *(
             RecordedTrial(
-                kind=probe.kind, config=probe.config, answer=probe.answer.model_copy(update={"output_path": None})
+                kind=probe.kind,
+                config=probe.config,
+                answer=probe.answer.model_copy(
+                    update={"output_path": None, "failure": without_paths(probe.answer.failure)}
+                ),
             )
             for probe in probes
         ),
     ]
+
+
+def without_paths(failure: Failure | None) -> Failure | None:
+    """The failure without what names files of this machine."""
+    return failure.model_copy(update={"output_path": None, "detail": ""}) if failure is not None else None
 
 
 def described(answer: Answer, trials: list[Trial]) -> dict[str, Any]:
@@ -157,7 +166,7 @@ def trial_line(trial: Trial) -> dict[str, Any]:
         "first_step_seconds": measurement.first_step_seconds if measurement else None,
         "process_seconds": measurement.process_seconds if measurement else None,
         "seconds": round(trial.seconds, 2),
-        "failure": trial.failure.model_dump(mode="json", exclude={"output_path"}) if trial.failure else None,
+        "failure": trial.failure.model_dump(mode="json", exclude={"output_path", "detail"}) if trial.failure else None,
     }
 
 
