@@ -8,6 +8,7 @@ from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
 from autotune.records import OUT_OF_MEMORY, Bottleneck, Stage, Trial
 from autotune.search.answers import WORTHWHILE_GAIN
+from autotune.search.loader import search_loader
 from autotune.search.session import Session
 
 PASSES = 2
@@ -17,14 +18,26 @@ MOST_VALUES_PER_KNOB = 2
 
 
 def search_compute(session: Session, start: Trial) -> Trial:
-    """Coordinate descent over the knobs of the step. Returns the trial that leads in the end, `start` if none is better."""
-    session.watcher.stage("compute", "precision, kernels and compilation, one knob after the other")
+    """Coordinate descent over the knobs of the step. Returns the trial that leads in the end, `start` if none is better.
+
+    Where a faster step is one that waits for its data, the loader is moved at once: both pay together, and what is dear,
+    such as compiling, may no longer.
+    """
+    _announce(session)
     incumbent = start
     tried: set[tuple[str, Value]] = set()
     for _ in range(PASSES):
         for knob in _ordered(session, incumbent):
-            incumbent = _best_value(session, knob, incumbent, tried)
+            better = _best_value(session, knob, incumbent, tried)
+            if better is not incumbent and bottleneck_of(session, better) == "loader":
+                better = search_loader(session, better)
+                _announce(session)
+            incumbent = better
     return incumbent
+
+
+def _announce(session: Session) -> None:
+    session.watcher.stage("compute", "precision, kernels and compilation, one knob after the other")
 
 
 def bottleneck_of(session: Session, trial: Trial) -> Bottleneck | None:

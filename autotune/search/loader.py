@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autotune.config import Value
+from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
 from autotune.quantities import format_rate
@@ -90,7 +90,9 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
         session.skipped.append(f"{knob.name}={counts[0]} was not tried: {obstacle}")
     if obstacle is not None or not session.affords(candidate):
         return None
-    answer = session.probe("loader", candidate)
+    # The loader alone does not depend on the step: one probe answers for all of them.
+    assert session.baseline is not None
+    answer = session.probe("loader", session.baseline.replace(_of_the_loader(session, candidate)))
     if answer.loader is None:
         message = answer.failure.message if answer.failure else "no answer"
         session.watcher.probe("loader", f"{knob.name}={counts[0]}: {message}")
@@ -118,5 +120,27 @@ def _run(session: Session, knob: Knob, incumbent: Trial, value: Value) -> Trial 
     candidate = incumbent.config.replace({knob.name: value})
     if session.obstacle(candidate) is not None or not session.affords(candidate):
         return None
+    if _most_seen(session, candidate) < WORTHWHILE_GAIN * session.score(incumbent):
+        return None
     trial = session.measure(candidate, "loader")
     return trial if trial.failure is None else None
+
+
+def _most_seen(session: Session, candidate: TrainingConfig) -> float:
+    """The most that this loader was seen to give to a step that waited for it; infinite where none did."""
+    loader = _of_the_loader(session, candidate)
+    waited = [
+        measured.samples_per_second
+        for trial in session.trials
+        if (measured := trial.measurement) is not None
+        and measured.resident_samples_per_second is not None
+        and measured.samples_per_second < IDLE_SHARE * measured.resident_samples_per_second
+        and _of_the_loader(session, trial.config) == loader
+    ]
+    return max(waited, default=math.inf)
+
+
+def _of_the_loader(session: Session, config: TrainingConfig) -> dict[str, Value]:
+    """What the loader's pace depends on."""
+    names = [session.space.batch_name, *(knob.name for knob in KNOBS if knob.stage == "loader")]
+    return {name: config[name] for name in names}

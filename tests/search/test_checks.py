@@ -95,3 +95,29 @@ def test_workers_that_the_limit_of_open_files_forbids_are_said_to_be_so(tmp_path
     search = SimulatedSearch(Program(sample_seconds=0.001, load_seconds=0.01), facts, tmp_path, trials=2)
     reasons = search.run().recommendation.best.reasons
     assert any("num_workers=1 was not tried: " in text and "the limit is 128" in text for text in reasons)
+
+
+def test_workers_and_precision_that_pay_only_together_are_found_before_time_goes_into_compiling(tmp_path: Path) -> None:
+    program = Program(
+        sample_seconds=0.005, launch_seconds=0.0012, load_seconds=0.00375, sample_speedups={("precision", "bf16"): 4.0}
+    )
+    facts = cpu_facts(global_batch_size=16, batch_size=16, num_workers=1, dataset_length=1024, largest_batch_size=64)
+    outcome = SimulatedSearch(program, facts, tmp_path, trials=6).run()
+    best = outcome.recommendation.best
+    assert (best.config["precision"], int(best.config["num_workers"]) >= 3) == ("bf16", True)
+    assert best.speedup.value > 3
+
+
+def test_a_loader_that_was_seen_to_give_less_is_not_tried_again_with_a_faster_step(tmp_path: Path) -> None:
+    program = Program(
+        sample_seconds=0.0002, load_seconds=0.001, sample_speedups={("precision", "bf16"): 2.0}, process_spread=0.001
+    )
+    facts = cpu_facts(
+        machine_changes={"usable_cores": 2}, batch_size=8, num_workers=0, dataset_length=1000, largest_batch_size=64
+    )
+    search = SimulatedSearch(program, facts, tmp_path, trials=12, only=("num_workers", "precision"))
+    outcome = search.run()
+    loader = [trial.config for trial in outcome.session.trials if trial.stage == "loader"]
+    workers = [config["num_workers"] for config in loader]
+    assert len(workers) == len(set(workers)), f"each number of workers once: {workers}"
+    assert len(outcome.machine.asked("loader")) == 1
