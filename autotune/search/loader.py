@@ -25,6 +25,7 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
     alone = incumbent.measurement.resident_samples_per_second
     if not knobs or alone is None or session.settings.objective == "memory":
         return incumbent
+    session.skipped.clear()  # what was said of the loader for another step
     share = incumbent.measurement.samples_per_second / alone
     if share >= IDLE_SHARE:
         names = ", ".join(knob.name for knob in knobs)
