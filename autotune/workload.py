@@ -96,7 +96,7 @@ def workload_from_target(target: str) -> Workload:
         path = Path(spec.origin)
         search_path = (os.getcwd(),)
     source = path.read_text(encoding="utf-8", errors="replace")
-    names = _names_in_source(source, str(target))
+    names = _names_in_source(source, str(target), path.resolve().parent)
     if target.endswith(".py") or os.sep in target:
         return Workload("file", str(path.resolve()), names, None, search_path, _hash_text(source))
     return Workload(
@@ -109,7 +109,7 @@ def workload_from_target(target: str) -> Workload:
     )
 
 
-def _names_in_source(source: str, shown: str) -> dict[str, str]:
+def _names_in_source(source: str, shown: str, directory: Path) -> dict[str, str]:
     """Roles that the top level of a file defines or imports, without running it."""
     try:
         tree = ast.parse(source)
@@ -119,22 +119,9 @@ def _names_in_source(source: str, shown: str) -> dict[str, str]:
             f"{shown} has a syntax error in line {error.lineno}: {error.msg}",
             f'  File "{shown}", line {error.lineno}\n    {line.strip()}',
         ) from None
-    defined: list[str] = []
-    star_import = False
-    for node in _module_level(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            defined.append(node.name)
-        elif isinstance(node, ast.Assign):
-            for goal in node.targets:
-                defined.extend(item.id for item in ast.walk(goal) if isinstance(item, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            defined.append(node.target.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                star_import = star_import or alias.name == "*"
-                defined.append(alias.asname or alias.name)
+    defined = _bound_names(tree, directory)
     missing = [role for role in REQUIRED_ROLES if role not in defined]
-    if missing and not star_import:
+    if missing:
         functions = [
             node.name
             for node in tree.body
@@ -145,7 +132,37 @@ def _names_in_source(source: str, shown: str) -> dict[str, str]:
             f"{shown} does not define {' and '.join(missing)}; {found}. Rename the function, or add a line such as "
             f"`{missing[0]} = your_function`"
         )
-    return {role: role for role in ROLES if role in defined or (star_import and role in REQUIRED_ROLES)}
+    return {role: role for role in ROLES if role in defined}
+
+
+def _bound_names(tree: ast.Module, directory: Path) -> set[str]:
+    """Names that importing the module binds, those of `from other import *` too where `other` lies beside it."""
+    bound: set[str] = set()
+    for node in _module_level(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.Assign):
+            for goal in node.targets:
+                bound.update(item.id for item in ast.walk(goal) if isinstance(item, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            bound.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            bound |= _names_of_other(directory, node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound.update(alias.asname or alias.name for alias in node.names)
+    return bound
+
+
+def _names_of_other(directory: Path, star_import: ast.ImportFrom) -> set[str]:
+    folder = directory.joinpath(*[".."] * max(0, star_import.level - 1), *(star_import.module or "").split("."))
+    for path in (folder.with_suffix(".py"), folder / "__init__.py"):
+        if path.is_file():
+            try:
+                other = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+            except SyntaxError:
+                return set()  # importing it will say so
+            return _bound_names(other, path.parent)
+    return set(REQUIRED_ROLES)  # a package's; whether it brings them shows when it is imported
 
 
 def _module_level(node: ast.AST) -> Iterator[ast.AST]:

@@ -287,3 +287,10 @@ def test_a_workload_without_a_payload_is_data() -> None:
         "names": {"model_fn": "model_fn"},
         "source_hash": "",
     }
+
+
+def test_functions_that_come_by_a_star_are_found_without_running_anything(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text("raise SystemExit\ndef model_fn(): ...\ndef loss_fn(model, batch): ...\n")
+    (tmp_path / "train.py").write_text("from torch.nn import *\nfrom parts import *\ndef data_fn(): ...\n")
+    workload = workload_from_target(str(tmp_path / "train.py"))
+    assert set(workload.names) == {"model_fn", "data_fn", "loss_fn"}
