@@ -33,7 +33,6 @@ from autotune.records import (
     Settings,
     Trial,
     TrialRequest,
-    WorkloadFacts,
 )
 from autotune.result import TuningResult, load
 from autotune.search.baseline import baseline_error, told_beside
@@ -190,7 +189,11 @@ def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) ->
         for value in space.choices[knob.name]
         if (reason := _lasting_conflict(space, knob.name, value)) is not None
     ]
-    refused += _fixed_reasons(facts.workload)
+    refused += [
+        RefusedValue(knob=knob.name, value=value, reason=reason)
+        for knob in KNOBS
+        for value, reason in knob.refused(facts).items()
+    ]
     return CheckReport(
         facts=facts,
         offered={
@@ -235,15 +238,6 @@ def _scratch(options: SearchOptions) -> Iterator[SearchOptions]:
     directory = Path(tempfile.mkdtemp(prefix="autotune-"))
     yield dataclasses.replace(options, study=directory)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _fixed_reasons(workload: WorkloadFacts) -> list[RefusedValue]:
-    reasons = {"batch": workload.batch_fixed_reason, "loader": workload.workers_fixed_reason}
-    return [
-        RefusedValue(knob=knob.name, value=None, reason=reason)
-        for knob in KNOBS
-        if (reason := reasons.get(knob.stage)) is not None and (knob.stage == "batch" or knob.memory != "none")
-    ]
 
 
 def memory(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport:

@@ -34,6 +34,7 @@ def test_the_knob_keeps_the_contract(names: dict[str, Any]) -> None:
     knob: Knob = names["CudnnBenchmark"]()
     assert knob.choices(cuda_facts()) == ("as_is", "on")
     assert knob.choices(cpu_facts()) == ("as_is",)
+    assert knob.refused(cpu_facts()) == {None: "cuDNN needs a GPU"}
     assert knob.rank(knob.baseline(cuda_facts()), cuda_facts()) == 0
     assert knob.conflict("on", {}, cuda_facts()) is None
     assert knob.conflict("on", {}, cpu_facts()) == "cuDNN needs a GPU"

@@ -34,13 +34,16 @@ class ActivationCheckpointing(Knob):
     def choices(self, facts: SearchFacts) -> tuple[str, ...]:
         return VALUES if facts.workload.blocks else (AS_IS,)
 
+    def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        return {} if facts.workload.blocks else {None: _without_blocks(facts)}
+
     def rank(self, value: Value, facts: SearchFacts) -> float:
         return float(VALUES.index(str(value)))
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: SearchFacts) -> str | None:
         if value == AS_IS or facts.workload.blocks:
             return None
-        return f"{facts.workload.model_class} has no repeated blocks that could be recomputed"
+        return _without_blocks(facts)
 
     def parse(self, text: str) -> Value:
         return parse_choice(self.name, text, VALUES)
@@ -60,6 +63,10 @@ class ActivationCheckpointing(Knob):
         for name in recomputed(parts.blocks, str(value)):
             block = parts.model.get_submodule(name)
             block.forward = _recomputing(block)
+
+
+def _without_blocks(facts: SearchFacts) -> str:
+    return f"{facts.workload.model_class} has no repeated blocks that could be recomputed"
 
 
 def recomputed(blocks: Sequence[str], value: str) -> tuple[str, ...]:

@@ -109,6 +109,10 @@ class Knob(ABC):
     def choices(self, facts: SearchFacts) -> tuple[Value, ...]:
         """Values worth trying here, distinct, baseline included; the same for the whole study."""
 
+    def refused(self, facts: SearchFacts) -> Mapping[Value | None, str]:
+        """What is not among the choices here, each with its reason in one sentence; None: all but the baseline."""
+        return {}
+
     def prior(self, facts: SearchFacts) -> tuple[Value, ...]:
         """The choices, those expected to be best first."""
         return self.choices(facts)

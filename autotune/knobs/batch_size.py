@@ -64,6 +64,10 @@ class BatchSize(Knob):
         by_preference = dict.fromkeys([baseline, *grid, *reversed(divisors)])
         return tuple(sorted(list(by_preference)[:MOST_CHOICES]))
 
+    def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        reason = facts.workload.batch_fixed_reason
+        return {} if reason is None else {None: reason}
+
     def prior(self, facts: SearchFacts) -> tuple[int, ...]:
         """Larger first: throughput grows with the batch until it saturates."""
         return tuple(reversed(self.choices(facts)))

@@ -30,6 +30,9 @@ class CompileScope(Knob):
     def choices(self, facts: SearchFacts) -> tuple[str, ...]:
         return VALUES if facts.workload.blocks else ("model", "step")
 
+    def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        return {} if facts.workload.blocks else {"blocks": _without_blocks(facts)}
+
     def prior(self, facts: SearchFacts) -> tuple[str, ...]:
         """The step first: the loss over a large vocabulary gains most."""
         return tuple(value for value in ("step", "model", "blocks") if value in self.choices(facts))
@@ -43,7 +46,7 @@ class CompileScope(Knob):
         if others.get("compile_mode", AS_IS) == AS_IS:
             return f"nothing is compiled, so there is no {value} to compile"
         if value == "blocks" and not facts.workload.blocks:
-            return f"{facts.workload.model_class} has no repeated blocks that could be compiled one by one"
+            return _without_blocks(facts)
         return None
 
     def parse(self, text: str) -> Value:
@@ -59,3 +62,7 @@ class CompileScope(Knob):
         elif value == "blocks":
             blocks = (parts.model.get_submodule(name) for name in parts.blocks)
             parts.compile_targets.extend(CompileTarget(block, "forward") for block in blocks)
+
+
+def _without_blocks(facts: SearchFacts) -> str:
+    return f"{facts.workload.model_class} has no repeated blocks that could be compiled one by one"

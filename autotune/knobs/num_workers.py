@@ -43,6 +43,10 @@ class NumWorkers(Knob):
         grid = [0, *(size for exponent in range(most.bit_length()) for size in (2**exponent, 3 * 2**exponent // 2))]
         return tuple(sorted({self.baseline(facts), *(count for count in grid if count <= most)}))
 
+    def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        reason = facts.workload.workers_fixed_reason
+        return {} if reason is None else {None: reason}
+
     def prior(self, facts: SearchFacts) -> tuple[int, ...]:
         """Half of the usable cores first: below it workers may starve the step, above it they take its cores."""
         middle = facts.machine.usable_cores / 2

@@ -30,6 +30,11 @@ class OptimizerImpl(Knob):
     def choices(self, facts: SearchFacts) -> tuple[str, ...]:
         return tuple(value for value in VALUES if _not_switchable(value, facts) is None)
 
+    def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        if facts.workload.optimizer_fixed_reason is not None:
+            return {None: facts.workload.optimizer_fixed_reason}
+        return {value: reason for value in VALUES if (reason := _not_switchable(value, facts)) is not None}
+
     def prior(self, facts: SearchFacts) -> tuple[str, ...]:
         """fused, then what torch chose by itself, then the rest."""
         expected = ("fused", AS_IS, "foreach", "for_loop")

@@ -27,6 +27,10 @@ class PinMemory(Knob):
     def choices(self, facts: SearchFacts) -> tuple[bool, ...]:
         return (self.baseline(facts),) if _fixed_reason(facts) is not None else (False, True)
 
+    def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        reason = _fixed_reason(facts)
+        return {} if reason is None else {None: reason}
+
     def prior(self, facts: SearchFacts) -> tuple[bool, ...]:
         return tuple(sorted(self.choices(facts), reverse=True))
 

@@ -37,6 +37,9 @@ class Precision(Knob):
     def choices(self, facts: SearchFacts) -> tuple[str, ...]:
         return tuple(value for value in VALUES if _missing_support(value, facts) is None)
 
+    def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        return {value: reason for value in VALUES if (reason := _missing_support(value, facts)) is not None}
+
     def prior(self, facts: SearchFacts) -> tuple[str, ...]:
         return tuple(value for value in BEST_FIRST if _missing_support(value, facts) is None)
 

@@ -51,6 +51,18 @@ def test_choices_are_distinct_json_scalars_and_the_same_each_time(the_knob: Knob
 
 @every_knob
 @all_facts
+def test_what_is_refused_is_no_choice_and_a_knob_left_at_its_baseline_says_why(
+    the_knob: Knob, facts: SearchFacts
+) -> None:
+    choices, refused = the_knob.choices(facts), the_knob.refused(facts)
+    assert not set(refused) & set(choices)
+    assert (None not in refused) or len(choices) == 1
+    assert refused or len(choices) > 1
+    assert all(len(reason.split()) > 1 and "\n" not in reason for reason in refused.values())
+
+
+@every_knob
+@all_facts
 def test_the_prior_is_a_permutation_of_the_choices(the_knob: Knob, facts: SearchFacts) -> None:
     prior = the_knob.prior(facts)
     assert len(prior) == len(the_knob.choices(facts))
