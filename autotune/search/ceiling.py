@@ -143,10 +143,12 @@ class CeilingSearch:
         return open_sizes[min(bisect.bisect_left(open_sizes, target), len(open_sizes) - 1)], ""
 
     def _first_that_fits(self, open_sizes: Sequence[int], high: _Reading | None) -> tuple[int | None, str]:
-        """Nothing has run yet: `start`, then halves."""
+        """Nothing has fitted yet: `start` unless it is known to be too large, then halves."""
         if not open_sizes:
             return None, f"not even {self._sizes[0]} fits"
-        return _at_most(self._start if high is None else high.batch // 2, open_sizes) or open_sizes[0], ""
+        return _at_most(
+            self._start if high is None or self._start < high.batch else high.batch // 2, open_sizes
+        ) or open_sizes[0], ""
 
     def _by_bytes(
         self, low: _Reading, peak_bytes: int, usable_bytes: int, open_sizes: Sequence[int], high: _Reading | None
@@ -162,13 +164,13 @@ class CeilingSearch:
                     return None, f"{open_sizes[0]} is predicted to need more than the {usable_bytes} usable bytes"
                 return batch, ""
         safe = _at_most(int(CAUTION * low.batch * usable_bytes / peak_bytes), open_sizes)
-        if high is not None:
-            return (safe, "") if safe is not None and safe >= (low.batch + high.batch) / 2 else None
-        only_reading = sum(one.affine for one in self._readings.values()) == 1
-        if safe is not None and safe >= 2 * low.batch:
+        far_enough = 2 * low.batch if high is None else (low.batch + high.batch) / 2
+        if safe is not None and safe >= far_enough:
             return safe, ""
+        # A second reading, below, costs one probe that fits; halving the rest of the way costs several that may not.
+        only_reading = sum(one.affine for one in self._readings.values()) == 1
         smaller = _at_most(low.batch // 2, self._sizes)
-        if only_reading and smaller is not None:
+        if only_reading and smaller is not None and len(open_sizes) > 2:
             return smaller, ""
         return None
 

@@ -79,7 +79,8 @@ def _hopeful(session: Session, knob: Knob, current: Trial) -> list[Value]:
     """The values that the knob expects to beat the one it has now, best first.
 
     Where the step is still held back by what a value of this knob may cure, starting kernels or work of the host, the
-    rest of what beats the baseline is worth a trial too.
+    rest of what beats the baseline is worth a trial too. The order is one of speed: where memory is the aim, it says
+    nothing of the knobs that save some.
     """
     order = [value for value in knob.prior(session.facts) if value in session.space.choices[knob.name]]
     own = current.config[knob.name]
@@ -87,7 +88,8 @@ def _hopeful(session: Session, knob: Knob, current: Trial) -> list[Value]:
     cause = bottleneck_of(session, current)
     if cause in ("launch", "host") and cause in knob.cures:
         better_than = session.space.baseline[knob.name]
-    hopeful = order[: order.index(better_than)] if better_than in order else order
+    for_memory = session.settings.objective == "memory" and "memory" in knob.cures
+    hopeful = order[: order.index(better_than)] if better_than in order and not for_memory else order
     return [value for value in hopeful if value != own][:MOST_VALUES_PER_KNOB]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
 from autotune.records import Conditions, Recommendation, SearchFacts, Settings, Stage, Trial, WorkloadReference
+from autotune.search.baseline import run_baseline
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
 from autotune.search.recommend import Evidence, recommend
@@ -96,6 +98,16 @@ class SimulatedSearch:
         )
         session.resume()
         return session
+
+    @contextmanager
+    def begun(self) -> Iterator[Session]:
+        """A session whose baseline ran."""
+        session = self.session()
+        try:
+            run_baseline(session)
+            yield session
+        finally:
+            session.study.close()
 
     def run(self) -> Outcome:
         """To its end. What an interrupt in the middle leaves is an outcome too, and says so."""

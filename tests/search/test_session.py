@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from autotune.records import Failure
-from autotune.search.baseline import run_baseline
 from autotune.search.pace import pace_for
 from autotune.search.session import Session
 from tests.search.simulated_machine import Fault
@@ -26,12 +25,8 @@ FACTS = SCENARIOS["language model"].facts
 def begun(directory: Path, program: Any = LANGUAGE_MODEL, **options: Any) -> Iterator[tuple[SimulatedSearch, Session]]:
     """A session whose baseline ran."""
     search = SimulatedSearch(program, FACTS, directory, **options)
-    session = search.session()
-    try:
-        run_baseline(session)
+    with search.begun() as session:
         yield search, session
-    finally:
-        session.study.close()
 
 
 def test_a_point_is_measured_once(new_directory: NewDirectory) -> None:

@@ -1,0 +1,105 @@
+"""The step's knobs, one after the other, judged without the loader; then the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.search.compute import search_batch, search_compute
+from tests.knobs.search_facts import cuda_facts
+from tests.search.simulated_machine import Program
+from tests.search.simulated_programs import GIB, LANGUAGE_MODEL, SCENARIOS, SMALL_MODEL
+from tests.search.simulated_search import SimulatedSearch
+
+NewDirectory = Callable[[], Path]
+LANGUAGE_FACTS = SCENARIOS["language model"].facts
+FREE = cuda_facts(batch_held=False, batch_size=32, dataset_length=100_000, largest_batch_size=2048)
+
+
+def descended(program: Program, directory: Path, **options: Any) -> tuple[SimulatedSearch, dict[str, Any], list[Any]]:
+    """The search, what leads in the end, and the changes that were measured in their order."""
+    search = SimulatedSearch(program, options.pop("facts", LANGUAGE_FACTS), directory, **options)
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        leader = search_compute(session, start)
+        changes = [dict(session.changes(config)) for config in search.machine.asked("measure")[1:]]
+        return search, dict(session.changes(leader.config)), changes
+
+
+def test_what_cures_the_bottleneck_is_tried_first_and_gains_add_up(new_directory: NewDirectory) -> None:
+    _, leader, tried = descended(LANGUAGE_MODEL, new_directory())
+    assert tried[0] == {"precision": "bf16"}
+    assert leader == {
+        "precision": "bf16", "compile_mode": "default", "compile_scope": "step", "optimizer_impl": "fused",
+    }  # fmt: skip
+
+
+def test_recomputation_is_not_tried_for_speed(new_directory: NewDirectory) -> None:
+    _, _, tried = descended(LANGUAGE_MODEL, new_directory())
+    assert not any("activation_checkpointing" in changes for changes in tried)
+
+
+def test_recomputation_is_tried_where_memory_is_the_aim(new_directory: NewDirectory) -> None:
+    _, leader, _ = descended(LANGUAGE_MODEL, new_directory(), objective="memory")
+    assert "activation_checkpointing" in leader
+
+
+def test_where_kernels_are_slow_to_start_graphs_are_tried_beside_compiling(new_directory: NewDirectory) -> None:
+    _, leader, tried = descended(SMALL_MODEL, new_directory(), facts=FREE)
+    assert leader["compile_mode"] == "reduce-overhead"
+    assert len(tried) < 10
+
+
+def test_a_slow_loader_hides_no_gain_of_the_step(new_directory: NewDirectory) -> None:
+    """End to end every configuration gives 200 samples a second; only without the loader is bf16 seen to be faster."""
+    program = Program(sample_seconds=0.001, load_seconds=0.005, sample_speedups={("precision", "bf16"): 3.0})
+    facts = cuda_facts(global_batch_size=32, num_workers=1, workers_fixed_reason="it does not shard")
+    _, leader, _ = descended(program, new_directory(), facts=facts)
+    assert leader["precision"] == "bf16"
+
+
+def grown(
+    program: Program, directory: Path, *, free: bool = True, **options: Any
+) -> tuple[SimulatedSearch, list[int], int]:
+    """The search, the sizes that were run, and the one that leads."""
+    search = SimulatedSearch(program, options.pop("facts", FREE), directory, **options)
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        leader = search_batch(session, start, "compute", free=free)
+        sizes = [search.space.micro_batch(config) for config in search.machine.asked("measure")[1:]]
+        return search, sizes, search.space.micro_batch(leader.config)
+
+
+def test_the_batch_is_doubled_until_that_is_not_worthwhile(new_directory: NewDirectory) -> None:
+    program = Program(sample_seconds=0.001, launch_seconds=0.1, process_spread=0.001, block_spread=0.001)
+    _, sizes, best = grown(program, new_directory())
+    assert sizes == [64, 128, 256]
+    assert best == 128
+
+
+def test_a_doubling_that_does_not_fit_is_halved(new_directory: NewDirectory) -> None:
+    program = Program(sample_seconds=1e-5, launch_seconds=0.1, sample_bytes=GIB // 8, constant_bytes=GIB)
+    search, sizes, best = grown(program, new_directory(), memory_limit_bytes=30 * GIB)
+    assert sizes == [64, 128, 256, 192]
+    assert best == 192
+    assert search.machine.usable(search.space.baseline.replace({"batch_size": best}), 30 * GIB)
+
+
+def test_a_held_batch_is_not_exceeded(new_directory: NewDirectory) -> None:
+    program = Program(sample_seconds=1e-5, launch_seconds=0.1)
+    facts = cuda_facts(global_batch_size=128, batch_size=32, dataset_length=10_000, largest_batch_size=2048)
+    _, sizes, best = grown(program, new_directory(), facts=facts, free=False)
+    assert sizes == [64, 128]
+    assert best == 128
+    _, sizes, _ = grown(program, new_directory(), facts=facts, free=True)
+    assert max(sizes) > 128
+
+
+def test_for_less_memory_the_micro_batch_is_halved(new_directory: NewDirectory) -> None:
+    facts = cuda_facts(global_batch_size=32, batch_size=32)
+    _, sizes, best = grown(LANGUAGE_MODEL, new_directory(), facts=facts, free=False, objective="memory")
+    assert sizes == [16, 8, 4, 2, 1]
+    assert best == 1

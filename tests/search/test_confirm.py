@@ -1,0 +1,153 @@
+"""Finalists in turn with the baseline, until it is clear; whoever fails gives way; the winner runs on for longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune.config import TrainingConfig, Value
+from autotune.search.confirm import confirm, reserve_seconds
+from tests.knobs.search_facts import cuda_facts
+from tests.search.simulated_machine import Fault, Program
+from tests.search.simulated_search import SimulatedSearch
+
+NewDirectory = Callable[[], Path]
+FACTS = cuda_facts(global_batch_size=32, dataset_length=10_000, largest_batch_size=512)
+PROGRAM = Program(
+    sample_seconds=0.002, update_seconds=0.004,
+    sample_speedups={("precision", "bf16"): 4.0, ("precision", "fp16"): 3.9, ("precision", "tf32"): 2.0},
+    update_speedups={("optimizer_impl", "fused"): 1.2}, process_spread=0.003, block_spread=0.003,
+)  # fmt: skip
+BF16: dict[str, Value] = {"precision": "bf16"}
+FP16: dict[str, Value] = {"precision": "fp16"}
+TF32: dict[str, Value] = {"precision": "tf32"}
+
+
+def confirmed(
+    directory: Path, *changes: dict[str, Value], program: Program = PROGRAM, **options: Any
+) -> SimulatedSearch:
+    """A search that measured these changes, and confirmed what came of it."""
+    search = SimulatedSearch(program, FACTS, directory, **options)
+    with search.begun() as session:
+        for one in changes:
+            session.measure(search.space.baseline.replace(one), "compute")
+        confirm(session)
+    search.finished = session  # type: ignore[attr-defined]  # for the tests below
+    return search
+
+
+def rounds_of(search: SimulatedSearch, changes: dict[str, Value]) -> int:
+    config = search.space.baseline.replace(changes)
+    return sum(r.config == config and r.kind == "measure" and not r.measure_resident for r in search.machine.requests)
+
+
+def best(search: SimulatedSearch) -> TrainingConfig:
+    found: TrainingConfig = search.finished.results().best().config  # type: ignore[attr-defined]
+    return found
+
+
+def test_finalists_and_baseline_are_measured_in_turn(new_directory: NewDirectory) -> None:
+    search = confirmed(new_directory(), BF16, TF32, budget_seconds=1000.0)
+    base = search.space.baseline
+    rounds = [r.config for r in search.machine.requests if r.kind == "measure" and not r.measure_resident]
+    assert rounds == [base, base.replace(BF16)] * 3
+    assert best(search) == base.replace(BF16)
+
+
+def test_those_close_to_the_best_take_part_and_those_far_behind_do_not(new_directory: NewDirectory) -> None:
+    close = replace(PROGRAM, sample_speedups={("precision", "bf16"): 4.0, ("precision", "fp16"): 3.85})
+    search = confirmed(new_directory(), BF16, FP16, TF32, program=close, budget_seconds=1000.0)
+    assert rounds_of(search, BF16) == rounds_of(search, FP16) >= 3
+    assert rounds_of(search, TF32) == 0
+
+
+def test_of_those_that_one_measurement_cannot_tell_apart_the_simplest_takes_part(new_directory: NewDirectory) -> None:
+    search = confirmed(new_directory(), BF16, {**BF16, "num_workers": 2}, {**BF16, "pin_memory": True})
+    assert rounds_of(search, BF16) >= 3
+    assert rounds_of(search, {**BF16, "num_workers": 2}) == rounds_of(search, {**BF16, "pin_memory": True}) == 0
+
+
+def test_more_rounds_where_the_noise_is_larger(new_directory: NewDirectory) -> None:
+    noisy = replace(PROGRAM, process_spread=0.05, block_spread=0.05, sample_speedups={("precision", "bf16"): 1.08})
+    search = confirmed(new_directory(), BF16, program=noisy, budget_seconds=2000.0)
+    assert 3 < rounds_of(search, BF16) <= 6
+
+
+def test_what_fails_in_a_round_gives_way_to_the_next(new_directory: NewDirectory) -> None:
+    dying = replace(PROGRAM, faults=(Fault("measure", BF16, "crash", after=2),))
+    search = confirmed(new_directory(), BF16, TF32, program=dying, budget_seconds=1000.0)
+    assert rounds_of(search, BF16) == 2
+    assert rounds_of(search, TF32) >= 3
+    assert best(search) == search.space.baseline.replace(TF32)
+
+
+def test_what_trains_differently_gives_way_to_the_next(new_directory: NewDirectory) -> None:
+    fused_and_bf16 = {**BF16, "optimizer_impl": "fused"}
+    wrong = replace(PROGRAM, wrong=(fused_and_bf16,))
+    search = confirmed(new_directory(), BF16, fused_and_bf16, program=wrong, budget_seconds=1000.0)
+    assert rounds_of(search, fused_and_bf16) == 0
+    assert best(search) == search.space.baseline.replace(BF16)
+
+
+def test_what_dies_in_its_soak_gives_way_to_the_next(new_directory: NewDirectory) -> None:
+    close = {("precision", "bf16"): 4.0, ("precision", "fp16"): 3.8}
+    dying = replace(PROGRAM, sample_speedups=close, faults=(Fault("soak", BF16, "device_oom", "soak"),))
+    search = confirmed(new_directory(), BF16, FP16, program=dying, budget_seconds=1000.0)
+    assert search.machine.asked("soak") == [search.space.baseline.replace(BF16), search.space.baseline.replace(FP16)]
+    assert best(search) == search.space.baseline.replace(FP16)
+
+
+def test_both_answers_are_soaked(new_directory: NewDirectory) -> None:
+    launching = replace(PROGRAM, launch_seconds=0.05)
+    larger = {**BF16, "batch_size": 128}
+    search = confirmed(new_directory(), BF16, larger, program=launching, budget_seconds=1000.0)
+    base = search.space.baseline
+    assert search.machine.asked("soak") == [base.replace(BF16), base.replace(larger)]
+
+
+def test_where_nothing_is_better_the_baseline_is_measured_again_once_and_soaked(new_directory: NewDirectory) -> None:
+    search = confirmed(new_directory(), {"activation_checkpointing": "all"})
+    assert rounds_of(search, {}) == 1
+    assert search.machine.asked("soak") == [search.space.baseline]
+    assert best(search) == search.space.baseline
+
+
+def test_no_time_means_one_round_of_the_best_and_no_soak(new_directory: NewDirectory) -> None:
+    close = replace(PROGRAM, sample_speedups={("precision", "bf16"): 4.0, ("precision", "fp16"): 3.85})
+    search = confirmed(new_directory(), BF16, FP16, program=close, budget_seconds=18.0)
+    assert rounds_of(search, BF16) == 1
+    assert rounds_of(search, FP16) == 0
+    assert search.machine.asked("soak") == []
+    warnings = search.finished.warnings  # type: ignore[attr-defined]
+    assert warnings == ["no time was left for the soak: the recommendation ran for its measurements only"]
+
+
+def test_rounds_of_an_earlier_call_are_gone_on_with(new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    first = SimulatedSearch(PROGRAM, FACTS, directory, budget_seconds=1000.0)
+    with first.begun() as session:
+        session.measure(first.space.baseline.replace(BF16), "compute")
+        first.machine.interrupt_at = len(first.machine.requests) + 3  # in the second round
+        try:
+            confirm(session)
+        except KeyboardInterrupt:
+            interrupted = True
+    assert interrupted
+    again = confirmed(directory, BF16, budget_seconds=1000.0)
+    rounds = [trial.round for trial in again.finished.trials if trial.round is not None]  # type: ignore[attr-defined]
+    assert rounds == sorted(rounds)
+    assert len(again.finished.results().round_pairs(best(again))) == 3  # type: ignore[attr-defined]
+    assert rounds_of(again, BF16) == 2
+
+
+def test_the_reserve_grows_with_what_a_round_takes_and_leaves_most_of_the_budget(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(PROGRAM, FACTS, new_directory(), budget_seconds=1000.0)
+    with search.begun() as session:
+        eager = reserve_seconds(session)
+        session.measure(search.space.baseline.replace({**BF16, "compile_mode": "default"}), "compute")
+        assert eager < reserve_seconds(session) <= 450.0
+    short = SimulatedSearch(PROGRAM, FACTS, new_directory(), budget_seconds=30.0)
+    with short.begun() as session:
+        assert reserve_seconds(session) == 0.45 * 30.0
