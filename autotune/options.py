@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from autotune.config import TrainingConfig, Value
+from autotune.errors import UserError
 from autotune.records import SCHEMA_VERSION, Ceiling, Record, SearchFacts
 
 Objective = Literal["throughput", "memory"]
@@ -50,6 +51,30 @@ class SearchOptions:
     """Start over where the directory holds a study already."""
     clip_grad_norm: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises `UserError`, in the words of `fit`, which has no parser before it as the command line has."""
+        above_zero = {
+            "budget": self.budget_seconds,
+            "trials": self.trials,
+            "global_batch_size": self.global_batch_size,
+            "memory_limit": self.memory_limit_bytes,
+            "train_samples": self.train_samples,
+            "clip_grad_norm": self.clip_grad_norm,
+        }
+        for name, number in above_zero.items():
+            if number is not None and not number > 0:
+                raise UserError(f"{name} must be above 0, not {number}")
+        if not 0 <= self.memory_margin < 1:
+            raise UserError(
+                f"memory_margin is a share of at least 0 and below 1, such as 0.05, not {self.memory_margin}"
+            )
+        if self.objective not in get_args(Objective):
+            raise UserError(f"objective must be {' or '.join(get_args(Objective))}, not {self.objective!r}")
+        if self.device is not None and self.device not in get_args(DeviceKind):
+            raise UserError(f"device must be {' or '.join(get_args(DeviceKind))}, not {self.device!r}")
+        if self.free_batch and self.global_batch_size is not None:
+            raise UserError("global_batch_size holds a batch, and free_batch holds none; give one of them")
+
 
 class RefusedValue(Record):
     """A value of a knob that is not tried here."""
@@ -80,5 +105,5 @@ class MemoryReport(Record):
     baseline: TrainingConfig
     ceilings: tuple[Ceiling, ...]
     limit_bytes: int | None
-    """What the processes were allowed: the card's or the machine's memory, or the limit that was asked for."""
+    """What the processes were allowed: the card, or the limit that was asked for; None on a CPU without one."""
     warnings: tuple[str, ...] = ()
