@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from autotune import __version__
-from autotune.config import TrainingConfig, Value
+from autotune.config import TrainingConfig, Value, value_text
 from autotune.errors import SearchInterrupted, UserError
 from autotune.knobs.registry import KNOBS
 from autotune.machine import GpuWatch, gpu_used_bytes, read_machine_facts
@@ -114,9 +114,7 @@ def fit(
         space=space,
         only=tuple(only),
         blocks=tuple(blocks),
-        fixed={
-            name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in (fix or {}).items()
-        },
+        fixed={name: value_text(value) for name, value in (fix or {}).items()},
         global_batch_size=global_batch_size,
         free_batch=free_batch,
         objective=objective,

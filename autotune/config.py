@@ -14,6 +14,11 @@ Value = str | int | float | bool
 """What a knob can be set to: a JSON scalar."""
 
 
+def value_text(value: Value) -> str:
+    """A knob's value as the command line spells it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class TrainingConfig(Mapping[str, Value]):
     """A frozen mapping from knob name to value.
 

@@ -365,7 +365,7 @@ class Trial(Record):
     measurement: Measurement | None = None
     parity: ParityResult | None = None
     failure: Failure | None = None
-    """With `numerics`, beside the measurement: fast, and wrong."""
+    """Beside a measurement: it ran and is not usable (trains differently, left no margin, failed when it ran on)."""
     round: int | None = None
     """Which round of the confirmation, counted from 0; None outside it."""
     started_at: float
@@ -375,7 +375,7 @@ class Trial(Record):
 
 
 class Probe(Record):
-    """A memory or loader probe, kept beside the trials and not told to the sampler."""
+    """What else a trial process was asked (see `kind`), kept beside the trials and not told to the sampler."""
 
     schema_version: int = SCHEMA_VERSION
     kind: Literal["memory", "loader", "parity", "soak"]

@@ -14,7 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.config import TrainingConfig, Value
+from autotune.config import TrainingConfig, Value, value_text
 from autotune.errors import UserError
 from autotune.knobs.base import Knob
 from autotune.knobs.batch_size import micro_batches_per_step
@@ -216,11 +216,10 @@ def _known(name: str, shown: str = "") -> Knob:
         raise SpaceError(f"{shown}: {error}" if shown else str(error)) from None
 
 
-def _parse(one: Knob, value: object, shown: str = "") -> Value:
+def _parse(one: Knob, value: Value, shown: str = "") -> Value:
     """A value of the knob, from itself or from its text."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
     try:
-        return one.parse(text)
+        return one.parse(value_text(value))
     except ValueError as error:
         raise SpaceError(f"{shown}: {error}" if shown else str(error)) from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.config import TrainingConfig, Value
+from autotune.config import TrainingConfig, value_text
 from autotune.knobs.base import Knob
 from autotune.quantities import format_bytes, format_duration, format_error, format_ratio
 from autotune.records import Answer, Trial, WorkloadFacts
@@ -26,7 +26,7 @@ def reasons(
     summaries = {knob.name: knob.summary for knob in knobs}
     changes = config.changes_from(baseline)
     return tuple(
-        f"{name}={_text(value)} ({summaries[name]}): {_evidence(name, config, baseline, trials)}"
+        f"{name}={value_text(value)} ({summaries[name]}): {_evidence(name, config, baseline, trials)}"
         for name, value in changes.items()
     )
 
@@ -53,10 +53,6 @@ def _ratio(faster: Trial, slower: Trial) -> str:
     return format_ratio(faster.measurement.samples_per_second / slower.measurement.samples_per_second)
 
 
-def _text(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def prices(answer: Answer, baseline: Answer, workload: WorkloadFacts, knobs: Sequence[Knob]) -> tuple[str, ...]:
     """What a person gives for the speed, one sentence each; none where it is free."""
     changes = answer.config.changes_from(baseline.config)
@@ -64,7 +60,7 @@ def prices(answer: Answer, baseline: Answer, workload: WorkloadFacts, knobs: Seq
     return (
         *_batch_prices(answer, baseline, workload),
         *(
-            f"{knob.name}={_text(changes[knob.name])} changes what is trained: {knob.summary}"
+            f"{knob.name}={value_text(changes[knob.name])} changes what is trained: {knob.summary}"
             for knob in changed
             if knob.effect == "training" and knob.stage != "batch"  # the batch has its own sentences above
         ),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from autotune.config import TrainingConfig, Value
+from autotune.config import TrainingConfig, Value, value_text
 
 OWN_SETTINGS = "your settings"
 Tone = Literal["plain", "good", "warning", "bad"]
@@ -59,11 +59,6 @@ def lines_if_any(title: str, lines: tuple[str, ...], tone: Tone = "plain") -> Do
 def one_line(text: str) -> str:
     """Foreign text on one line: runs of blanks and line ends become one blank, control characters vanish."""
     return "".join(character for character in " ".join(text.split()) if character.isprintable())
-
-
-def value_text(value: Value) -> str:
-    """A knob's value as the command line spells it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def settings_text(settings: Mapping[str, Value], *, nothing: str = OWN_SETTINGS) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.config import Value
+from autotune.config import Value, value_text
 from autotune.options import CheckReport, MemoryReport, RefusedValue
 from autotune.quantities import format_bytes, format_duration
 from autotune.records import MachineFacts, SearchFacts
@@ -17,7 +17,6 @@ from autotune.report.document import (
     Sentence,
     lines_if_any,
     settings_text,
-    value_text,
 )
 from autotune.report.recommendation import ceilings_grid, class_text
 

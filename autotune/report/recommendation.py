@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, value_text
 from autotune.quantities import format_bytes, format_duration, format_error, format_rate, format_ratio
 from autotune.records import Answer, Ceiling, Recommendation
 from autotune.report.document import (
@@ -18,7 +18,6 @@ from autotune.report.document import (
     Verbatim,
     lines_if_any,
     settings_text,
-    value_text,
 )
 
 NO_UPPER_END = 1e300

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autotune.advice.bottleneck import bottleneck, explain
 from autotune.advice.reasons import prices, reasons
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, value_text
 from autotune.knobs.base import Knob
 from autotune.records import (
     OUT_OF_MEMORY,
@@ -174,7 +174,7 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
     if best.config == results.baseline:
         aim = "needs at least 2 % less memory" if saves_memory else "is at least 2 % faster"
         return f"Keep your settings: nothing that was measured {aim} for certain."
-    changes = ", ".join(f"{name}={_shown(value)}" for name, value in best.config.changes_from(baseline.config).items())
+    changes = _changes_text(best.config, baseline)
     low, high = best.speedup.interval
     faster = f"{best.speedup.value:.2f} times the speed (95 % interval {low:.2f} to {high:.2f})"
     if saves_memory:
@@ -198,20 +198,19 @@ def _growth(measurement: Measurement) -> tuple[str, ...]:
     )
 
 
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _rejected(results: Results, baseline: Answer) -> tuple[str, ...]:
     """What ran and trains differently, or failed later."""
     sentences = []
     for trial in results.trials:
         if trial.failure is None or trial.measurement is None or trial.round is not None:
             continue
-        changes = ", ".join(
-            f"{name}={_shown(value)}" for name, value in trial.config.changes_from(baseline.config).items()
-        )
+        changes = _changes_text(trial.config, baseline)
         times = trial.measurement.samples_per_second / baseline.samples_per_second
         wrong = "and wrong" if trial.failure.kind == "numerics" else "and not usable"
         sentences.append(f"{changes or 'your settings'}: {times:.2f} times the speed, {wrong}: {trial.failure.message}")
     return tuple(dict.fromkeys(sentences))
+
+
+def _changes_text(config: TrainingConfig, baseline: Answer) -> str:
+    changes = config.changes_from(baseline.config)
+    return ", ".join(f"{name}={value_text(value)}" for name, value in changes.items())

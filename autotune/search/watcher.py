@@ -28,7 +28,7 @@ class SearchWatcher(Protocol):
         """A trial ended, measured or failed. With it the best rate so far, and how many times the baseline's that is."""
 
     def probe(self, kind: str, text: str) -> None:
-        """A memory or loader probe ended; `text` is one line of what it showed."""
+        """A probe of this kind (memory, loader, parity, soak) ended; `text` is one line of what it showed."""
 
     def note(self, text: str) -> None:
         """Something that the user should know now, in one sentence."""
