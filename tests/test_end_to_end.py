@@ -145,7 +145,8 @@ def test_show_lists_every_trial(story: Story) -> None:
     for trial in trials:
         assert f"\n  {trial.number:>{len(str(trials[-1].number))}}  {trial.stage}" in shown.stdout
     missing = run(story, "show", "nowhere")
-    assert (missing.returncode, missing.stderr) == (2, "autotune: error: there is no study in nowhere\n")
+    told = "autotune: error: there is no study in nowhere; give the directory that search was given as --study\n"
+    assert (missing.returncode, missing.stderr) == (2, told)
 
 
 def test_the_result_is_exported(story: Story) -> None:

@@ -58,13 +58,13 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
     Raises `StudyError` where there is none.
     """
     if not (directory / DATABASE_NAME).is_file():
-        raise StudyError(f"there is no study in {directory}")
+        raise StudyError(f"there is no study in {directory}; give the directory that search was given as --study")
     with ExitStack() as resources:
         tables = StudyTables(directory)
         resources.callback(tables.close)
         name = tables.state("", "last_opened")
         if name is None:
-            raise StudyError(f"the study in {directory} was never used")
+            raise StudyError(f"the study in {directory} holds nothing yet; search with --study {directory} first")
         study = optuna.load_study(study_name=name, storage=_open_storage(directory, resources))
         return _read_trials(study, tables, name, directory), _read_probes(tables, name, directory)
 
@@ -230,14 +230,6 @@ class Study:
     def probes(self) -> list[Probe]:
         """All probes, oldest first."""
         return _read_probes(self._tables, self.name, self._directory)
-
-    def set_state(self, key: str, value: Any) -> None:
-        """Keeps something that JSON can hold, such as the facts, under a key."""
-        self._tables.set_state(self.name, key, value)
-
-    def get_state(self, key: str) -> Any:
-        """What is kept under a key; None where nothing is."""
-        return self._tables.state(self.name, key)
 
     # --- inside ---
 

@@ -124,19 +124,15 @@ def test_every_trial_is_told_to_optuna_with_its_full_record(directory: Path) -> 
     assert seen.best_trial.number == 0
 
 
-def test_trials_probes_and_state_survive(directory: Path) -> None:
+def test_trials_and_probes_survive(directory: Path) -> None:
     base = quick_space().baseline
     with opened(directory) as study:
         first = study.record(trial(base, rate=100.0))
         study.add_probe(probe(base))
         study.add_probe(probe(base.replace({"num_workers": 0})))
-        study.set_state("facts", {"blocks": [1, 2]})
-        study.set_state("facts", {"blocks": [1, 2, 3]})
     with opened(directory) as study:
         assert study.trials() == [first]
         assert study.probes() == [probe(base), probe(base.replace({"num_workers": 0}))]
-        assert study.get_state("facts") == {"blocks": [1, 2, 3]}
-        assert study.get_state("nothing") is None
         assert study.interrupted == []
         assert study.record(trial(base, rate=101.0)).number == 1
 
