@@ -29,13 +29,7 @@ class CeilingResult:
     """The largest that fits; None where none did."""
     smallest_failed_batch_size: int | None
     """The smallest above it that did not fit; None where none was met."""
-    peak_allocated_bytes: int | None
-    """Told of the largest that fits."""
-    bytes_per_sample: float | None
-    """Slope of the peak, where the readings showed one."""
     probes: int
-    failures: int
-    """Probes that did not fit: out of memory, or without leaving the margin."""
     stopped_because: str
     """Why nothing larger is tried, in words; empty while the search goes on."""
 
@@ -87,27 +81,23 @@ class CeilingSearch:
         """The batch to probe, or None when the answer is known. Never one that was told already."""
         return self._choose()[0]
 
-    def tell(self, batch: int, *, fits: bool, peak_allocated_bytes: int | None, affine: bool) -> None:
+    def tell(self, batch: int, *, fits: bool, peak_bytes: int | None, affine: bool) -> None:
         """What became of a batch, whether or not it was asked for.
 
-        `fits`: it ran and left the margin. `peak_allocated_bytes`: of a probe that failed too, where it has one; best
-        of forward and backward alone, since the optimizer's own peak is a plateau. `affine`: these bytes grow in
+        `fits`: it ran and left the margin. `peak_bytes`: what it took of the limit, of a probe that failed
+        too where that is known. `affine`: these bytes grow in
         proportion to the batch (a CUDA allocator, outside CUDA graphs).
         """
         self._readings.pop(batch, None)
-        self._readings[batch] = _Reading(batch, fits, peak_allocated_bytes, affine)
+        self._readings[batch] = _Reading(batch, fits, peak_bytes, affine)
 
     def result(self) -> CeilingResult:
         """What is known now; complete once `next()` returns None."""
         low, high = self._low(), self._high()
-        slope = self._slope()
         return CeilingResult(
             largest_batch_size=low.batch if low else None,
             smallest_failed_batch_size=high.batch if high else None,
-            peak_allocated_bytes=low.peak_bytes if low else None,
-            bytes_per_sample=float(slope) if slope else None,
             probes=len(self._readings),
-            failures=sum(not reading.fits for reading in self._readings.values()),
             stopped_because=self._choose()[1],
         )
 

@@ -36,7 +36,7 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
     kinds: dict[int, FailureKind] = {}
     known = session.obstacles.too_large(config)
     if known is not None:
-        search.tell(known.micro_batch_size, fits=False, peak_allocated_bytes=None, affine=False)
+        search.tell(known.micro_batch_size, fits=False, peak_bytes=None, affine=False)
         if known.failure_kind is not None:
             kinds[known.micro_batch_size] = known.failure_kind
     peaks: dict[int, int] = {}
@@ -50,7 +50,7 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
             kinds[size] = answer.failure.kind
         fits = answer.memory is not None and answer.memory.fits
         reserved = answer.memory.memory.reserved_bytes if answer.memory is not None else None
-        search.tell(size, fits=fits, peak_allocated_bytes=reserved, affine=reserved is not None)
+        search.tell(size, fits=fits, peak_bytes=reserved, affine=reserved is not None)
         if answer.memory is not None:
             peaks[size] = answer.memory.memory.peak_allocated_bytes
         _tell_watcher(session, size, answer)
