@@ -286,7 +286,6 @@ def test_another_space_or_other_conditions_are_another_study_in_the_same_file(di
     with opened(directory) as study:
         study.record(trial(quick_space().baseline, rate=100.0))
         study.add_probe(probe(quick_space().baseline))
-        study.set_state("facts", 1)
     changes: list[dict[str, Any]] = [
         {"space": quick_space(only=("precision",))},
         {"conditions": CONDITIONS.model_copy(update={"memory_limit_bytes": 2**30})},
@@ -294,7 +293,7 @@ def test_another_space_or_other_conditions_are_another_study_in_the_same_file(di
     ]
     for change in changes:
         with opened(directory, **change) as study:
-            assert (study.trials(), study.probes(), study.get_state("facts")) == ([], [], None)
+            assert (study.trials(), study.probes()) == ([], [])
     with opened(directory, seed=5) as study:
         assert len(study.trials()) == 1
 
