@@ -67,6 +67,7 @@ def recommend(evidence: Evidence) -> Recommendation:
             *_growth(as_it_is),
             *_cached(results, best.config),
             *_compiled_piecemeal(results, best.config),
+            *_left_out(results, best.config),
             *evidence.warnings,
         ),
         search_seconds=evidence.search_seconds,
@@ -137,6 +138,19 @@ def _compiled_piecemeal(results: Results, config: TrainingConfig) -> tuple[str, 
             f"{recompiles:,} graphs were compiled after the first step: shapes vary, and new ones may be compiled again"
         )
     return tuple(sentences)
+
+
+NOTABLE_LEFT_OUT = 0.01
+"""A scaler tries a larger scale every 2,000 steps, and may leave out the next one or two; more is another matter."""
+
+
+def _left_out(results: Results, config: TrainingConfig) -> tuple[str, ...]:
+    """The warning where a gradient scaler left out optimizer steps."""
+    found = _all_measurements(results, config)
+    left_out, steps = sum(one.skipped_steps for one in found), sum(sum(one.blocks.steps) for one in found)
+    if left_out <= NOTABLE_LEFT_OUT * steps:
+        return ()
+    return (f"the gradient scaler left out {left_out:,} of {steps:,} optimizer steps: their gradients were not finite",)
 
 
 def _ceilings(evidence: Evidence, configs: Sequence[TrainingConfig]) -> tuple[Ceiling, ...]:

@@ -343,6 +343,16 @@ def test_a_ceiling_that_was_probed_stands() -> None:
     assert recommended(started(), ceilings=(probed,)).ceilings == (probed,)
 
 
+def test_optimizer_steps_that_were_left_out_are_told() -> None:
+    """Of 30 steps in each of four measurements; one in 120 is what a scaler does."""
+    many = recommended(started().rounds(BF16, [1500] * 3, [1000] * 3, skipped_steps=3))
+    sentence = "the gradient scaler left out 12 of 120 optimizer steps: their gradients were not finite"
+    assert sentence in many.warnings
+    one = started().rounds(BF16, [1500] * 3, [1000] * 3)
+    one.add(BF16, 1500, round=3, skipped_steps=1)
+    assert not any("scaler" in warning for warning in recommended(one).warnings)
+
+
 def test_warnings_reasons_and_leaks_are_passed_on() -> None:
     trials = Trials().add(
         {}, 1000.0, memory=MemoryMarks(peak_allocated_bytes=GIB, growth_bytes_per_step=2.0 * 2**20)
