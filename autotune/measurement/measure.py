@@ -111,7 +111,7 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         blocks=result_blocks,
         weight_per_second=sum(result_blocks.weights) / sum(result_blocks.seconds) if result_blocks.weights else None,
         resident_samples_per_second=resident.samples_per_second if resident else None,
-        resident_blocks=resident.clock.blocks() if resident else None,
+        resident_blocks=resident.blocks if resident else None,
         memory=memory,
         micro_batch_size=running.first_window[0].samples,
         micro_batches_per_step=training.parts.micro_batches_per_step,
@@ -223,9 +223,8 @@ class _Resident:
             self.clock.run(self._step, request.block_seconds)
             if time.perf_counter() - begin > 0.3 * request.timeouts.measure_seconds:
                 break
-        dropped = 1
-        blocks = self.clock.blocks(dropped)
-        self.samples_per_second = rate(blocks.samples, blocks.seconds)[0]
+        self.blocks = self.clock.blocks(1)  # the first one only set the pace
+        self.samples_per_second = rate(self.blocks.samples, self.blocks.seconds)[0]
         self.update_share, self.device_lag_share = self._shares()
 
     def _collected(self, running: Running) -> list[Window]:

@@ -221,6 +221,8 @@ def test_resident_steps_leave_the_loader_out() -> None:
     assert 0.004 < 8 / result.resident_samples_per_second < 0.024
     assert result.resident_blocks is not None
     assert len(result.resident_blocks.seconds) >= 2
+    told = sum(result.resident_blocks.samples) / sum(result.resident_blocks.seconds)
+    assert told == pytest.approx(result.resident_samples_per_second)
     assert result.device_lag_share is None  # there is none on a CPU
     assert measured(program()).resident_samples_per_second is None
 
