@@ -18,7 +18,7 @@ from autotune.config import TrainingConfig, Value, value_text
 from autotune.errors import SearchInterrupted, UserError
 from autotune.knobs.registry import KNOBS
 from autotune.machine import GpuWatch, gpu_used_bytes, read_machine_facts
-from autotune.options import CheckReport, MemoryReport, RefusedValue, SearchOptions
+from autotune.options import CheckReport, MemoryReport, SearchOptions
 from autotune.processes.pool import TrialPool
 from autotune.quantities import parse_duration, parse_size
 from autotune.records import (
@@ -39,6 +39,7 @@ from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
 from autotune.search.memory import find_ceiling
 from autotune.search.pace import pace_for
+from autotune.search.preview import preview
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
 from autotune.search.session import Session
@@ -181,53 +182,7 @@ def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) ->
     with _scratch(options) as options, _pool(workload, options, watcher, machine) as pool:
         facts = _facts(pool, machine, conditions, options)
     space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
-    refused = [
-        RefusedValue(knob=knob.name, value=value, reason=reason)
-        for knob in KNOBS
-        for value in space.choices[knob.name]
-        if (reason := _lasting_conflict(space, knob.name, value)) is not None
-    ]
-    refused += [
-        RefusedValue(knob=knob.name, value=value, reason=reason)
-        for knob in KNOBS
-        for value, reason in knob.refused(facts).items()
-    ]
-    return CheckReport(
-        facts=facts,
-        offered={
-            name: tuple(v for v in values if not any(one.knob == name and one.value == v for one in refused))
-            for name, values in space.choices.items()
-        },
-        refused=tuple(refused),
-        estimated_search_seconds=_estimated_seconds(space, options),
-        warnings=facts.workload.notes,
-    )
-
-
-def _lasting_conflict(space: SearchSpace, name: str, value: Value) -> str | None:
-    """Why a value cannot be used beside the baseline, and not beside any change of one other knob either."""
-    config = space.baseline.replace({name: value})
-    reason = space.conflict(config)
-    if reason is None:
-        return None
-    for other, values in space.choices.items():
-        if other != name and any(space.conflict(config.replace({other: one})) is None for one in values):
-            return None
-    return reason.removeprefix(f"{name}: ")
-
-
-TYPICAL_TRIALS = 30
-"""A search of the default space runs about so many, confirmation included (design, section 1)."""
-TRIAL_SECONDS, STEPS_PER_TRIAL, COMPILE_SECONDS = 3.0, 15.0, 25.0
-"""A trial costs its start and its blocks, or so many steps where those are longer; a compiled one its compilation."""
-
-
-def _estimated_seconds(space: SearchSpace, options: SearchOptions) -> float:
-    """A rough first idea of what a search will take, never more than the budget."""
-    trials = min(TYPICAL_TRIALS, 2 * space.size, options.trials or TYPICAL_TRIALS)
-    compiles = any(knob.slow_first_step(value) for knob in KNOBS for value in space.choices[knob.name])
-    seconds = trials * max(TRIAL_SECONDS, STEPS_PER_TRIAL * space.facts.workload.step_seconds)
-    return min(options.budget_seconds, seconds + (trials / 3 * COMPILE_SECONDS if compiles else 0.0))
+    return preview(space, options)
 
 
 @contextmanager
