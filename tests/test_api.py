@@ -1,0 +1,207 @@
+"""`fit` from scripts and from functions that only exist in memory; what is asked wrongly is told in one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autotune
+from autotune import api
+from autotune.config import TrainingConfig
+from autotune.errors import UserError
+from autotune.processes.pool import TrialPool
+from autotune.records import Conditions, TrialRequest
+from autotune.search.study import stored_records
+from autotune.workload import workload_from_target
+from tests.running_search import TINY_PROGRAM
+
+WITHOUT_GUARD = (
+    "import autotune\n"
+    + TINY_PROGRAM
+    + """
+print("the script starts", flush=True)
+closed_over = [loss_fn, 1.0]
+best = autotune.fit(
+    model_fn, data_fn, loss_fn=lambda model, batch: closed_over[0](model, batch) * closed_over[1], budget=30, trials=2,
+    space="quick", only=("optimizer_impl",), study="here", quiet=True,
+)
+print(best.recommendation.verdict)
+training = best.build(model_fn, data_fn, loss_fn=loss_fn)
+losses = [float(training.step(window)) for window, _ in zip(training.loader, range(40))]
+assert losses[-1] < losses[0], losses
+torch.save(training.model.state_dict(), "checkpoint.pt")
+"""
+)
+"""Its functions exist in `__main__` alone, one of them is a lambda, and importing it again would run it again."""
+
+
+def python(source: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    (directory / "script.py").write_text(source)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.run(
+        [sys.executable, "script.py"], cwd=directory, env=environment, capture_output=True, text=True, timeout=150,
+        check=False,
+    )  # fmt: skip
+
+
+# --- fit --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_without_a_guard_runs_once_trains_and_saves_what_the_plain_model_loads(tmp_path: Path) -> None:
+    ended = python(WITHOUT_GUARD, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("the script starts") == 1
+    assert "Traceback" not in ended.stderr
+    result = autotune.load(tmp_path / "here" / "best.json")
+    assert result.recommendation.verdict in ended.stdout
+    assert result.best.confirmed_rounds >= 1
+    trials, _ = stored_records(tmp_path / "here")
+    assert sum(trial.round is None for trial in trials) <= 2
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    plain.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+
+
+def test_fit_in_a_child_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_CHILD", "1")
+    with pytest.raises(UserError, match='Put the call under `if __name__ == "__main__":`'):
+        autotune.fit(lambda: None, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"budget": "soon"}, "'soon' is not a time"),
+        ({"memory_limit": "much"}, "'much' is not a size"),
+        ({"space": "hughe"}, "there is no search space 'hughe'; known are default, quick, thorough"),
+        ({"only": ("speed",)}, "there is no knob 'speed'; known are batch_size"),
+        ({"fix": {"precision": "int3"}}, "precision has no value 'int3'; known are as_is, tf32, bf16, fp16"),
+        ({"fix": {"num_workers": -1}}, "num_workers must be at least 0, not -1"),
+        ({"device": "cuda"}, "--device cuda: this machine shows no GPU"),
+        ({"study": "a-file"}, "cannot keep a study in a-file: File exists; choose another directory with --study"),
+        ({"study": "a-file/below"}, "cannot keep a study in a-file/below: Not a directory"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_before_anything_runs(
+    options: dict[str, object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "device" in options and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").touch()
+    monkeypatch.setattr(TrialPool, "start", must_not_start)
+    with pytest.raises(ValueError) as told:  # noqa: PT011  # the text is what is looked at
+        autotune.fit(lambda: None, lambda: None, **{"study": "here", "quiet": True, **options})  # type: ignore[arg-type]
+    assert sentence in str(told.value)
+
+
+def must_not_start(pool: TrialPool) -> None:
+    raise AssertionError("a process was started")
+
+
+# --- the user's program is at fault -----------------------------------------------------------------------------------
+
+MODEL = "nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))"
+DATA = "DataLoader(TensorDataset(x, x[:, :1]), batch_size=16)"
+LOSS = "nn.functional.mse_loss(model(batch[0]), batch[1])"
+FAULTS = {
+    "the same model twice": (MODEL, "SHARED", "model_fn returned the same model twice"),
+    "no model": (MODEL, "3", "model_fn returned int"),
+    "fails at its second call": (MODEL, f"next(CALLS) or {MODEL}", "model_fn failed at its second call (StopIteration"),
+    "nothing to train": (MODEL, f"{MODEL}.requires_grad_(False)", "no parameter that requires a gradient"),
+    "empty": (DATA, DATA.replace("x, x[:, :1]", "x[:0], x[:0]"), "data_fn returned a loader over an empty data set"),
+    "smaller than the batch": (DATA, DATA.replace("16", "1024, drop_last=True"), "512 samples, batch 1024, drop_last"),
+    "a vector": (LOSS, LOSS.replace("[1])", "[1], reduction='none')"), "loss_fn returned a tensor of shape [16, 1]"),
+    "a number": (LOSS, f"{LOSS}.item()", "loss_fn returned a float"),
+    "no gradient": (LOSS, f"{LOSS}.detach()", "loss_fn returned a scalar without a gradient"),
+    "not a number": (LOSS, f"{LOSS} * float('nan')", "the user's own step gives a loss of nan at its first step"),
+    "raises": (LOSS, "undefined", "NameError: name 'undefined' is not defined"),
+}
+
+
+@pytest.fixture(scope="module")
+def changing_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One program that a single server serves: each trial reads what its functions do from a file beside it."""
+    directory = tmp_path_factory.mktemp("faults")
+    lines = {name: f'eval((HERE / "{name}").read_text())' for name in ("model", "data", "loss")}
+    source = TINY_PROGRAM.replace(MODEL, lines["model"]).replace(DATA, lines["data"]).replace(LOSS, lines["loss"])
+    assert source.count("eval") == 3
+    source += (
+        "\nfrom pathlib import Path\nHERE = Path(__file__).parent\nCALLS = iter([None])\nSHARED = nn.Linear(8, 1)\n"
+    )
+    # A generator expression or a closure would not see the function's own variables within eval.
+    (directory / "program.py").write_text(source)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pool(changing_program: Path, tmp_path_factory: pytest.TempPathFactory) -> TrialPool:
+    """Closed at the end of the module."""
+    made = TrialPool(workload_from_target(str(changing_program / "program.py")), tmp_path_factory.mktemp("logs"))
+    yield made  # type: ignore[misc]
+    made.close()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_program_at_fault_is_told_in_a_sentence(name: str, changing_program: Path, pool: TrialPool) -> None:
+    replaced, replacement, sentence = FAULTS[name]
+    for file, source in (("model", MODEL), ("data", DATA), ("loss", LOSS)):
+        (changing_program / file).write_text(replacement if source == replaced else source)
+    request = TrialRequest(
+        kind="facts", config=TrainingConfig({}), conditions=Conditions(device="cpu", global_batch_size=None)
+    )
+    failure = pool.run(request).failure
+    assert failure is not None
+    with pytest.raises(UserError) as told:
+        api._raise_failure(failure)
+    assert sentence in str(told.value)
+    assert "autotune/" not in told.value.detail, "our own frames are nobody's business"
+
+
+def test_a_file_that_cannot_be_imported_shows_the_users_frame_alone(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(TINY_PROGRAM + "\nimport no_such_module\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "autotune.cli", "search", "broken.py", "--study", "here"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    told = [line for line in ended.stderr.splitlines() if not line.startswith(("stage", "note"))]
+    assert told[0].startswith("autotune: error: importing ")
+    assert "No module named 'no_such_module'" in told[0]
+    assert any(line.strip() == "import no_such_module" for line in told)
+    assert not any("autotune/" in line and "File" in line for line in told)
+
+
+def test_a_budget_that_holds_no_search_says_what_would(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(TINY_PROGRAM)
+    ended = subprocess.run(
+        [sys.executable, "-m", "autotune.cli", "search", "tiny.py", "--budget", "1s", "--study", "here"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    told = ended.stderr.splitlines()[-1]
+    assert told.startswith("autotune: error: a budget of 1 s is too small: measuring your own program took ")
+    assert "Give at least --budget" in told
+    assert told.endswith("the measurement is kept")
+    trials, _ = stored_records(tmp_path / "here")
+    assert len(trials) == 1
+
+
+# --- check and memory -------------------------------------------------------------------------------------------------
+
+
+def test_check_and_memory_answer_without_a_study(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(TINY_PROGRAM)
+    for command, expected in (("check", "Your program is understood"), ("memory", "It fits: your batch is 16")):
+        ended = subprocess.run(
+            [sys.executable, "-m", "autotune.cli", command, "tiny.py"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        assert expected in ended.stdout
+    assert {path.name for path in tmp_path.iterdir()} <= {"tiny.py", "__pycache__"}
