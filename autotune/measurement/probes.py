@@ -10,6 +10,7 @@ import torch
 from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
 from autotune.measurement.marks import watched_step
 from autotune.measurement.measure import PhaseReport, seed_everything, started
+from autotune.memory_margin import misfit
 from autotune.records import LoaderProbe, MemoryProbe, TrialRequest
 from autotune.stats import rate
 from autotune.surgery.batches import tensors
@@ -38,13 +39,7 @@ def probe_memory(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     step_seconds = (time.perf_counter() - begin) / (STEPS - 2)
     marks = meter.marks(peaks)
     limit = _limit_bytes(request, meter.device)
-    reason = ""
-    if marks.allocator_retries:
-        reason = f"it ran with {marks.allocator_retries} allocator retries: it fits, but thrashes"
-    elif limit is not None and marks.reserved_bytes is not None:
-        allowed = (1 - request.conditions.memory_margin) * limit
-        if marks.reserved_bytes > allowed:
-            reason = f"it reserved {marks.reserved_bytes / 2**30:.2f} GiB, more than {allowed / 2**30:.2f} GiB"
+    reason = misfit(marks, limit_bytes=limit, margin=request.conditions.memory_margin)
     return MemoryProbe(
         micro_batch_size=running.first_window[0].samples,
         memory=marks,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotune.config import TrainingConfig, Value
+from autotune.memory_margin import misfit
 from autotune.records import (
     Failure,
     Measurement,
@@ -174,25 +175,12 @@ class Session:
         """A configuration that ran but thrashes, or did not leave the margin, does not count as fitting."""
         if measurement is None:
             return None
-        memory, conditions = measurement.memory, self.settings.conditions
-        if memory.allocator_retries:
-            return Failure(
-                kind="device_oom",
-                phase="measure",
-                message=f"it ran, but only with {memory.allocator_retries} allocator retries: it does not really fit",
-            )
-        limit = self.memory_limit_bytes()
-        if limit is None or memory.reserved_bytes is None:
-            return None
-        allowed = (1 - conditions.memory_margin) * limit
-        if memory.reserved_bytes <= allowed:
-            return None
-        return Failure(
-            kind="device_oom",
-            phase="measure",
-            message=f"it reserved {memory.reserved_bytes / 2**30:.2f} GiB and left less than the margin "
-            f"({allowed / 2**30:.2f} GiB are usable)",
+        reason = misfit(
+            measurement.memory,
+            limit_bytes=self.memory_limit_bytes(),
+            margin=self.settings.conditions.memory_margin,
         )
+        return Failure(kind="device_oom", phase="measure", message=reason) if reason else None
 
     def memory_limit_bytes(self) -> int | None:
         """What a trial may use: the limit that was asked for, or the card; on CPU only the former."""
