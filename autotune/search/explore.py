@@ -9,10 +9,10 @@ MOST_REFUSALS_IN_A_ROW = 40
 
 
 def explore(session: Session) -> int:
-    """Runs proposals until the budget's reserve is reached. Returns how many were measured.
+    """Runs proposals until the budget's reserve is reached or nothing new is proposed. Returns how many were measured.
 
-    First what was running when an earlier call was killed. Points that conflict, that are known not to fit, that train
-    differently or that were measured are not run; the sampler is told so and learns the region.
+    First what was running when an earlier call was killed. Points that conflict, that are known not to fit or that train
+    differently are not run; the sampler is told so and learns the region.
     """
     session.watcher.stage("explore", "points that the sampler proposes")
     measured = refused = 0
@@ -22,9 +22,9 @@ def explore(session: Session) -> int:
             measured += 1
     while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW:
         config = session.study.propose()
+        if session.study.knows(config):
+            break
         reason = session.obstacle(config)
-        if reason is None and session.measured(config) is not None:
-            reason = "measured before"
         if reason is None and session.obstacles.is_bold(config):
             reason = "more than twice the largest batch that ran with any settings"
         if reason is None and not session.affords(config):

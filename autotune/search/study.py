@@ -217,6 +217,10 @@ class Study:
         """A point of the space from the sampler: one that was neither measured nor refused, while there is any."""
         return self._proposals.draw()
 
+    def knows(self, config: TrainingConfig) -> bool:
+        """Whether a point was measured or rejected: proposed all the same, it says that nothing else was found."""
+        return self._proposals.knows(config)
+
     def reject(self, reason: str) -> None:
         """The last proposal is not run; the sampler learns to keep away from there, unless it was measured already."""
         self._proposals.refuse_last(reason)
@@ -291,13 +295,17 @@ class _Proposals:
         """A point that is neither measured nor refused; at random where the sampler finds none in many draws."""
         for attempt in range(MOST_DRAWS if self._distributions else 0):
             self._last = self._sample() if attempt < MOST_DRAWS // 2 else self._at_random()
-            if self._last.key not in self._measured and self._last.key not in self._refused:
+            if not self.knows(self._last):
                 break
         return self._last
 
+    def knows(self, config: TrainingConfig) -> bool:
+        """Whether the point was measured or refused."""
+        return config.key in self._measured or config.key in self._refused
+
     def refuse_last(self, reason: str) -> None:
         """Adds the last drawn point as one that cannot run, unless it is known already."""
-        if self._last.key not in self._measured and self._last.key not in self._refused:
+        if not self.knows(self._last):
             self._refused[self._last.key] = self._last
             self._add(self._last, None, reason)
 
