@@ -71,6 +71,11 @@ def read_machine_facts(*, root: Path = Path("/"), nvml: Any = None) -> MachineFa
     )
 
 
+def available_memory_bytes(*, root: Path = Path("/")) -> int:
+    """What could still be allocated without swapping: of the machine, or of the control group that has least left."""
+    return _read_memory(root, _control_groups(root))[1]
+
+
 def gpu_used_bytes(index: int = 0, *, nvml: Any = None) -> int | None:
     """Bytes in use on the visible GPU of that index, by whichever process; None where NVML does not say."""
     module = _started(nvml)
@@ -368,16 +373,17 @@ def _read_memory(root: Path, groups: list[Path]) -> tuple[int, int]:
     """Total and available bytes: the machine's, or of the group that has least."""
     lines = (_read(root / "proc/meminfo") or "").splitlines()
     kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
-    total = kibibytes["MemTotal"] * 1024
+    machine_total = total = kibibytes["MemTotal"] * 1024
     available = kibibytes.get("MemAvailable", kibibytes["MemTotal"]) * 1024
     for group in groups:
         limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes") or "max"
-        if limit == "max" or int(limit) >= total:
+        if limit == "max" or int(limit) >= machine_total:
             continue
         used = int(_read(group / "memory.current") or _read(group / "memory.usage_in_bytes") or 0)
         reclaimable = _file_cache_bytes(group)
-        total = int(limit)
-        available = min(available, max(0, total - used + reclaimable))
+        total = min(total, int(limit))
+        # A wider group may have less left than this one, where others in it have taken much.
+        available = min(available, max(0, int(limit) - used + reclaimable))
     return total, min(available, total)
 
 

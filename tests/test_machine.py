@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from autotune import machine
-from autotune.machine import GpuWatch, gpu_used_bytes, read_machine_facts
+from autotune.machine import GpuWatch, available_memory_bytes, gpu_used_bytes, read_machine_facts
 from autotune.records import MachineFacts
 
 GIB = 2**30
@@ -210,11 +210,15 @@ def test_a_quota_lowers_the_cores(
         ({"proc/self/cgroup": "9:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)},
          64 * GIB, 48 * GIB),
         ({"sys/fs/cgroup/memory.max": str(60 * GIB), "sys/fs/cgroup/memory.current": "0"}, 60 * GIB, 48 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": str(12 * GIB),
+          "sys/fs/cgroup/a/memory.current": str(11 * GIB), "sys/fs/cgroup/a/b/memory.max": str(10 * GIB),
+          "sys/fs/cgroup/a/b/memory.current": str(GIB)}, 10 * GIB, GIB),
     ],
 )  # fmt: skip
 def test_a_limit_lowers_the_memory(tmp_path: Path, files: dict[str, str], total: int, available: int) -> None:
     facts = read(invented_root(tmp_path, files))
     assert (facts.memory_total_bytes, facts.memory_available_bytes) == (total, available)
+    assert available_memory_bytes(root=tmp_path) == available
 
 
 def test_shared_memory_that_is_missing_is_said(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 
+from autotune.machine import available_memory_bytes
 from autotune.processes import system_memory
 from autotune.processes.failures import classify, import_failure
 from autotune.processes.wire import TrialOrder, encode_answer, unfinished
@@ -190,7 +191,7 @@ def limit_memory(conditions: Conditions) -> None:
             _limit_cuda(limit_bytes)
         return
     if limit_bytes is None:
-        limit_bytes = int(DEFAULT_MEMORY_SHARE * system_memory.available_bytes())
+        limit_bytes = int(DEFAULT_MEMORY_SHARE * available_memory_bytes())
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     soft = system_memory.data_bytes() + limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

@@ -1,4 +1,4 @@
-"""The host's memory as the kernel tells it: what is available, and whether it killed for lack of it."""
+"""The host's memory as the kernel tells it: what this process has, and whether the kernel killed for lack of it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,6 @@ def oom_kills() -> int:
         _field(directory / "memory.oom_control", "oom_kill"),
     ]
     return sum(count for count in counts if count is not None)
-
-
-def available_bytes() -> int:
-    """What could still be allocated without swapping: of the machine or of the control group, whichever is less."""
-    available_kib = _field(Path("/proc/meminfo"), "MemAvailable:")
-    assert available_kib is not None, "every kernel since 3.14 tells MemAvailable"
-    available = available_kib * 1024
-    directory = _cgroup_directory("memory")
-    for limit_name, usage_name, cache_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
-        if limit is not None and usage is not None:
-            cache = _field(directory / "memory.stat", cache_name) or 0
-            available = min(available, max(0, limit - usage + cache))
-    return available
 
 
 def data_bytes() -> int:
@@ -73,11 +56,3 @@ def _field(path: Path, name: str) -> int | None:
         if len(words) >= 2 and words[0] == name and words[1].isdigit():
             return int(words[1])
     return None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
