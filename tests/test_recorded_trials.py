@@ -91,7 +91,7 @@ def test_allocated_bytes_are_affine_and_three_probes_find_the_ceiling() -> None:
     while (size := search.next()) is not None:
         asked.append(size)
         probe = probes[size]
-        search.tell(size, fits=probe.fits, peak_allocated_bytes=probe.memory.reserved_bytes, affine=True)
+        search.tell(size, fits=probe.fits, peak_bytes=probe.memory.reserved_bytes, affine=True)
     assert asked == [small, middle, largest]
     assert search.result().largest_batch_size == largest
-    assert search.result().failures == 0
+    assert search.result().smallest_failed_batch_size is None
