@@ -84,6 +84,10 @@ class SearchSpace:
         and as many micro-batches a step."""
         return (*self.memory_class(config), self.micro_batches(config))
 
+    def credit(self, config: TrainingConfig) -> float:
+        """What a rate of this configuration counts for beside others, at most 1."""
+        return math.prod(one.credit(config[one.name], self.facts) for one in KNOBS)
+
     def rank(self, config: TrainingConfig) -> float:
         """How far from simple a configuration is; the baseline is 0."""
         return sum(one.rank(config[one.name], self.facts) for one in KNOBS)

@@ -133,6 +133,11 @@ class Knob(ABC):
     def export(self, value: Value, config: TrainingConfig, facts: SearchFacts) -> CodeLines:
         """The lines of plain PyTorch that do the same; none at the baseline."""
 
+    def credit(self, value: Value, facts: SearchFacts) -> float:
+        """What a rate that was seen with this value counts for beside others, at most 1: less where a gain is likely to
+        be chance, or not to last."""
+        return 1.0
+
     def slow_first_step(self, value: Value) -> bool:
         """Whether this value makes the first step take minutes: something is compiled or tuned in it."""
         return False

@@ -13,6 +13,8 @@ from autotune.records import SearchFacts
 PREFETCH_FACTOR = 2
 """DataLoader's default: batches that each worker holds ready."""
 LEAST_OFFERED = 4
+CREDIT_BEYOND_CORES = 0.93
+"""The third worker on two cores: loading that waits gains a third by it, loading that computes nothing but noise."""
 FILES_OF_A_PROCESS = 48
 """What a training process has open before any worker: a rough upper figure for torch without CUDA."""
 FILES_PER_WORKER = 4
@@ -55,6 +57,11 @@ class NumWorkers(Knob):
     def rank(self, value: Value, facts: SearchFacts) -> float:
         """The user's number is simplest, then the fewest."""
         return 0.0 if value == self.baseline(facts) else 1.0 + int(value)
+
+    def credit(self, value: Value, facts: SearchFacts) -> float:
+        """More workers than cores gain only where loading waits instead of computing, and then they gain much."""
+        crowded = int(value) > facts.machine.usable_cores and value != self.baseline(facts)
+        return CREDIT_BEYOND_CORES if crowded else 1.0
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: SearchFacts) -> str | None:
         workers, workload = int(value), facts.workload

@@ -50,10 +50,10 @@ class Results:
         return freer if freer.effective_batch_size != best.effective_batch_size and worthwhile else None
 
     def gain(self, answer: Answer) -> float:
-        """How many times better than the baseline, by the objective."""
+        """How many times better than the baseline, by the objective, as far as the knobs give it credit."""
         if self.settings.objective == "memory":
             return self.answer(self.baseline).peak_allocated_bytes / max(1, answer.peak_allocated_bytes)
-        return answer.speedup.value
+        return answer.speedup.value * self.space.credit(answer.config)
 
     def _eligible(self) -> list[Answer]:
         """Configurations that were re-measured beside the baseline and have no failure of any kind."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from autotune.search.session import Session
 
+ENOUGH_TRIALS = 30
+TRIALS_WITHOUT_GAIN = 10
+"""After so many trials, the last of them without a better point, the search ends before its budget does."""
 MOST_REFUSALS_IN_A_ROW = 40
 """When the sampler proposes nothing new so often, the space is used up as far as it can see."""
 
@@ -20,7 +23,7 @@ def explore(session: Session) -> int:
         if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
             session.measure(config, "explore")
             measured += 1
-    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW:
+    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW and not _saturated(session):
         config = session.study.propose()
         if session.study.knows(config):
             break
@@ -37,3 +40,15 @@ def explore(session: Session) -> int:
         session.measure(config, "explore")
         measured += 1
     return measured
+
+
+def _saturated(session: Session) -> bool:
+    """Whether enough was measured without a better point for the rest of the budget to be better saved.
+
+    Who says how many trials there shall be gets them.
+    """
+    trials = [trial for trial in session.trials if trial.round is None]
+    if session.settings.trials is not None or len(trials) < ENOUGH_TRIALS:
+        return False
+    best = session.best()
+    return best is None or best not in trials[-TRIALS_WITHOUT_GAIN:]

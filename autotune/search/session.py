@@ -250,11 +250,11 @@ class Session:
         return held is None or self.space.effective_batch(config) == held
 
     def score(self, trial: Trial) -> float:
-        """What the search makes large: samples per second, or less peak memory."""
+        """What the search makes large: samples per second, as far as its knobs give it credit, or less peak memory."""
         assert trial.measurement is not None
         if self.settings.objective == "memory":
             return 1.0 / max(1, trial.measurement.memory.peak_allocated_bytes)
-        return trial.measurement.samples_per_second
+        return trial.measurement.samples_per_second * self.space.credit(trial.config)
 
     def compute_score(self, trial: Trial) -> float:
         """The same for the step alone, its loader left out, so that a slow loader hides no gain of the step."""

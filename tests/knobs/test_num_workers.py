@@ -107,3 +107,10 @@ def test_applied_no_workers_drops_what_only_workers_take() -> None:
     training = train(data=with_workers, num_workers=0)
     assert training.loader.loader.num_workers == 0
     assert training.loader.loader.prefetch_factor is None
+
+
+def test_workers_beyond_the_cores_get_less_credit_unless_they_are_the_users() -> None:
+    facts = cpu_facts(machine_changes={"usable_cores": 2}, num_workers=0)
+    assert [KNOB.credit(count, facts) for count in (0, 1, 2)] == [1.0, 1.0, 1.0]
+    assert KNOB.credit(3, facts) == KNOB.credit(4, facts) < 0.98
+    assert KNOB.credit(8, cpu_facts(machine_changes={"usable_cores": 2}, num_workers=8)) == 1.0
