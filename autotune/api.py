@@ -20,7 +20,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.machine import GpuWatch, gpu_used_bytes, read_machine_facts
 from autotune.options import CheckReport, MemoryReport, SearchOptions
 from autotune.processes.pool import TrialPool
-from autotune.quantities import parse_duration, parse_size
+from autotune.quantities import parse_duration, parse_names, parse_size
 from autotune.records import (
     OUT_OF_MEMORY,
     Conditions,
@@ -71,8 +71,8 @@ def fit(
     global_batch_size: int | None = None,
     free_batch: bool = False,
     space: str = "default",
-    only: tuple[str, ...] = (),
-    blocks: tuple[str, ...] = (),
+    only: str | tuple[str, ...] = (),
+    blocks: str | tuple[str, ...] = (),
     fix: Mapping[str, Value] | None = None,
     objective: Literal["throughput", "memory"] = "throughput",
     budget: str | float = "10m",
@@ -113,8 +113,8 @@ def fit(
         budget_seconds=parse_duration(budget) if isinstance(budget, str) else float(budget),
         trials=trials,
         space=space,
-        only=tuple(only),
-        blocks=tuple(blocks),
+        only=parse_names(only) if isinstance(only, str) else tuple(only),
+        blocks=parse_names(blocks) if isinstance(blocks, str) else tuple(blocks),
         fixed={name: value_text(value) for name, value in (fix or {}).items()},
         global_batch_size=global_batch_size,
         free_batch=free_batch,
@@ -224,8 +224,8 @@ def open_study(directory: Path) -> tuple[Recommendation | None, list[Trial], lis
 class _Opened:
     """A session, and what is needed to make a result of it."""
 
-    def __init__(self, session: Session, workload: Workload, directory: Path) -> None:
-        self.session, self.workload, self.directory = session, workload, directory
+    def __init__(self, session: Session, workload: Workload, directory: Path, pool: TrialPool) -> None:
+        self.session, self.workload, self.directory, self.pool = session, workload, directory, pool
 
 
 @contextmanager
@@ -266,7 +266,7 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
                 pace=pace_for(options.budget_seconds),
             )
             session.resume()
-            yield _Opened(session, workload, options.study)
+            yield _Opened(session, workload, options.study, pool)
         finally:
             study.close()
 
@@ -367,7 +367,7 @@ def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool
         reference=opened.workload.reference(),
         knobs=KNOBS,
         memory_limit_bytes=session.memory_limit_bytes(),
-        warnings=tuple(dict.fromkeys(session.warnings)),
+        warnings=tuple(dict.fromkeys([*opened.pool.notes, *session.warnings])),
         skipped=tuple(dict.fromkeys(session.skipped)),
         search_seconds=time.monotonic() - began,
         autotune_version=__version__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, value_text
 from autotune.records import OUT_OF_MEMORY, Failure, Trial
 from autotune.search.answers import WORTHWHILE_GAIN
 from autotune.search.pace import slow_to_start
@@ -64,7 +64,9 @@ def confirm(session: Session) -> None:
     assert session.baseline is not None
     finalists = _finalists(session)
     while len(finalists) > 1 and not _has_time_for_round(session, finalists):
-        finalists.pop()
+        dropped = finalists.pop()
+        shown = ", ".join(f"{name}={value_text(value)}" for name, value in session.changes(dropped).items())
+        session.skipped.append(f"{shown}: close to the best, and not confirmed, for lack of time")
     first = 1 + max((trial.round for trial in session.trials if trial.round is not None), default=-1)
     for number in range(first, first + MOST_ROUNDS):
         if _decided(session, finalists) or (number > first and not _has_time_for_round(session, finalists)):
@@ -178,8 +180,12 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
     answer = session.probe("soak", config)
     if answer.failure is None:
         assert answer.soak is not None
-        session.warnings.extend(answer.soak.findings)
-        return True
+        if is_baseline or not answer.soak.allocator_retries:
+            session.warnings.extend(answer.soak.findings)
+            return True
+        thrashes = f"the allocator had to free and retry {answer.soak.allocator_retries} times: it does not really fit"
+        answer = answer.model_copy(update={"failure": Failure(kind="device_oom", phase="soak", message=thrashes)})
+    assert answer.failure is not None
     session.watcher.probe("soak", f"{answer.failure.kind}: {answer.failure.message}")
     if is_baseline:
         session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
