@@ -10,7 +10,7 @@ from typing import Any
 from autotune.config import TrainingConfig, Value
 from autotune.search.confirm import confirm, reserve_seconds
 from tests.knobs.search_facts import cuda_facts
-from tests.search.simulated_machine import Fault, Program
+from tests.search.simulated_machine import Fault, Program, SimulatedMachine
 from tests.search.simulated_search import SimulatedSearch
 
 NewDirectory = Callable[[], Path]
@@ -96,6 +96,23 @@ def test_what_dies_in_its_soak_gives_way_to_the_next(new_directory: NewDirectory
     dying = replace(PROGRAM, sample_speedups=close, faults=(Fault("soak", BF16, "device_oom", "soak"),))
     search = confirmed(new_directory(), BF16, FP16, program=dying, budget_seconds=1000.0)
     assert search.machine.asked("soak") == [search.space.baseline.replace(BF16), search.space.baseline.replace(FP16)]
+    assert best(search) == search.space.baseline.replace(FP16)
+
+
+def test_what_fits_by_retries_only_is_not_recommended(new_directory: NewDirectory, monkeypatch: Any) -> None:
+    answered = SimulatedMachine._answered
+
+    def thrashing(self: SimulatedMachine, request: Any, noise: Any) -> Any:
+        answer = answered(self, request, noise)
+        if request.kind == "soak" and request.config["precision"] == "bf16":
+            return answer.model_copy(update={"soak": answer.soak.model_copy(update={"allocator_retries": 3})})
+        return answer
+
+    monkeypatch.setattr(SimulatedMachine, "_answered", thrashing)
+    close = {("precision", "bf16"): 4.0, ("precision", "fp16"): 3.85}
+    search = confirmed(
+        new_directory(), BF16, FP16, program=replace(PROGRAM, sample_speedups=close), budget_seconds=1000.0
+    )
     assert best(search) == search.space.baseline.replace(FP16)
 
 
