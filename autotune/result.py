@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, value_text
 from autotune.errors import UserError
 from autotune.knobs.registry import KNOBS
 from autotune.records import SCHEMA_VERSION, Answer, Ratio, Recommendation
@@ -136,7 +136,7 @@ def load(path: str | os.PathLike[str]) -> TuningResult:
         content = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or not {"schema_version", "verdict", "best"} <= content.keys():
         raise UserError(f"{path} is not a recommendation; give the best.json of a study, or what save() wrote")
@@ -147,8 +147,24 @@ def load(path: str | os.PathLike[str]) -> TuningResult:
             f"use autotune {content.get('autotune_version', 'of that version')}, which wrote it, or search again"
         )
     try:
-        return TuningResult(Recommendation.model_validate_json(json.dumps(content)))
+        recommendation = Recommendation.model_validate_json(json.dumps(content))
+        for answer in (recommendation.baseline, recommendation.best, recommendation.free_batch):
+            if answer is not None:
+                _refuse_unknown_values(answer.config)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the record"
         raise UserError(f"{path} is not a whole recommendation: {place}: {first['msg']}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not a whole recommendation: {error}") from None
+    return TuningResult(recommendation)
+
+
+def _refuse_unknown_values(config: TrainingConfig) -> None:
+    """A configuration that was read has a value for every knob, and one that the knob knows."""
+    for knob in KNOBS:
+        if knob.name not in config:
+            raise ValueError(f"a configuration has no {knob.name}")
+        value = config[knob.name]
+        if knob.parse(value_text(value)) != value:
+            raise ValueError(f"{knob.name} has no value {value!r}")

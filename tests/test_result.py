@@ -129,6 +129,15 @@ def content(**changes: object) -> str:
     return json.dumps({**json.loads(recommendation().model_dump_json()), **changes})
 
 
+def content_with_precision(value: str | None) -> str:
+    """A result whose best configuration has this precision; None: none at all."""
+    best = json.loads(recommendation().best.model_dump_json())
+    del best["config"]["precision"]
+    if value is not None:
+        best["config"]["precision"] = value
+    return content(best=best)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -140,6 +149,9 @@ def content(**changes: object) -> str:
         (content(schema_version=99), "has schema version 99, and this autotune reads version 1; use autotune 0.1.0"),
         (content(surprise=1), "is not a whole recommendation: surprise"),
         (content(baseline={}), r"is not a whole recommendation: baseline\.config"),
+        ("[" * 100_000, "best.json is not JSON"),
+        (content_with_precision("tf64"), "is not a whole recommendation: precision has no value 'tf64'"),
+        (content_with_precision(None), "is not a whole recommendation: a configuration has no precision"),
     ],
 )
 def test_load_says_in_one_sentence_what_is_wrong(text: str | None, message: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import indent
 
 from autotune.config import TrainingConfig
+from autotune.errors import UserError
 from autotune.export import _script_pieces as pieces
 from autotune.knobs.base import CodeLines
 from autotune.knobs.batch_size import micro_batches_per_step
@@ -78,7 +79,8 @@ class _Script:
         text = [
             '"""Trains as autotune measured it, in plain PyTorch. Usage: python THIS_FILE.py [STEPS]',
             "",
-            f"Measured with autotune {self.recommendation.autotune_version} on {where}{self._evidence()}",
+            f"Measured with autotune {_as_prose(self.recommendation.autotune_version)} on {_as_prose(where)}"
+            f"{self._evidence()}",
             *(
                 ["What differs from the program as it stood:", *changed]
                 if changed
@@ -86,7 +88,7 @@ class _Script:
             ),
             '"""',
         ]
-        return "\n".join(line.replace("\\", "/") for line in text)
+        return "\n".join(text)
 
     def _evidence(self) -> str:
         recommendation = self.recommendation
@@ -257,7 +259,13 @@ class _Script:
 
 
 def _user_functions(reference: WorkloadReference) -> list[str]:
-    """Lines that bring the user's functions into scope under the names of their roles."""
+    """Lines that bring the user's functions into scope under the names of their roles.
+
+    Raises ValueError for what is no name: the record may come from a file that somebody else wrote.
+    """
+    for name in (*reference.names, *(reference.names.values() if reference.form != "value" else ())):
+        if not all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
+            raise UserError(f"the result names {name!r} among its functions, and that is no name of a function")
     if reference.form == "module":
         return ['sys.path.insert(0, "")  # run this where the module can be found', *_from_modules(reference.names)]
     path = Path(reference.location)
@@ -265,7 +273,7 @@ def _user_functions(reference: WorkloadReference) -> list[str]:
         roles = ", ".join(reference.names)
         return [
             f"# PASTE HERE the definitions of {roles}.",
-            f"# They were handed over by value ({reference.location}), so there is nothing to import them from.",
+            f"# They were handed over by value ({_as_prose(reference.location)}), so there is nothing to import them from.",
         ]
     names = ", ".join(sorted(name if name == role else f"{name} as {role}" for role, name in reference.names.items()))
     stem = path.stem
@@ -301,6 +309,11 @@ def _importable_script(path: Path, names: Iterable[str]) -> bool:
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------
+
+
+def _as_prose(text: str) -> str:
+    """Words of the record for a comment or a docstring: one line that ends neither, whoever wrote the record."""
+    return "".join(letter if letter.isprintable() and letter not in '\\"' else "/" for letter in text)
 
 
 def _indented(lines: Iterable[str]) -> list[str]:

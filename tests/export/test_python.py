@@ -252,3 +252,25 @@ def test_a_guarded_script_is_imported_and_an_unguarded_one_is_not(tmp_path: Path
     assert "from tune import net as model_fn" in export(recommendation, config)
     script.write_text("def net(): ...\n\nfit(net)\n")
     assert "PASTE HERE" in export(recommendation, config)
+
+
+HOSTILE = 'x"""\nprint("written by somebody else")\r\n"""\\'
+
+
+@pytest.mark.parametrize("form", ["module", "value"])
+def test_words_of_a_record_that_somebody_else_wrote_stay_words(form: str) -> None:
+    recommendation, config = gpu_recommendation()
+    reference = recommendation.reference.model_copy(update={"form": form, "location": HOSTILE})
+    machine = recommendation.machine.model_copy(update={"gpus": (), "cpu_name": HOSTILE})
+    changes = {"reference": reference, "machine": machine, "autotune_version": HOSTILE}
+    script = ast.parse(export(recommendation.model_copy(update=changes), config))
+    top = [node for node in script.body if isinstance(node, ast.Expr)]
+    assert all(isinstance(node.value, ast.Constant) or "sys.path" in ast.unparse(node) for node in top)
+
+
+@pytest.mark.parametrize("names", [{"model_fn": "json:dumps\nprint(1)"}, {"model_fn\nprint(1)": "json:dumps"}])
+def test_what_is_no_name_of_a_function_is_not_written_into_a_script(names: dict[str, str]) -> None:
+    recommendation, config = gpu_recommendation()
+    reference = recommendation.reference.model_copy(update={"names": names})
+    with pytest.raises(ValueError, match="no name of a function"):
+        export(recommendation.model_copy(update={"reference": reference}), config)
