@@ -83,11 +83,16 @@ def _import_api() -> Api:
 
 def _complain(error: Exception, exit_code: int) -> int:
     """One sentence, and the user's own frames where their code raised."""
-    print(f"autotune: error: {error}", file=sys.stderr)
+    print(f"autotune: error: {_without_controls(str(error))}", file=sys.stderr)
     detail = getattr(error, "detail", "")
     if detail:
-        print(detail.rstrip(), file=sys.stderr)
+        print(_without_controls(detail.rstrip()), file=sys.stderr)
     return exit_code
+
+
+def _without_controls(text: str) -> str:
+    """Foreign text without what would steer the terminal; lines and tabs stay."""
+    return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
 
 
 def _search(arguments: argparse.Namespace, load_api: LoadApi) -> int:

@@ -198,7 +198,7 @@ def _timed_blocks(
             skipped += max(0, round(math.log2(scale / now))) if now else clock.steps[-1]
             scale = now
         if not math.isfinite(losses[-1]) and not training.scaler:
-            raise TrialFailure("numerics", f"the loss became {losses[-1]} after {steps} steps")
+            raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
         enough = len(clock.seconds) >= request.minimum_blocks
         if enough and is_precise(clock.blocks(), request.relative_precision):
             break

@@ -262,7 +262,7 @@ class TurnsNan(nn.Module):
 
 
 def test_a_loss_that_turns_nan_ends_the_trial_with_how_many_steps_it_took() -> None:
-    with pytest.raises(TrialFailure, match=r"the loss became nan after \d+ steps") as caught:
+    with pytest.raises(TrialFailure, match=r"the loss was nan after \d+ steps") as caught:
         measured(program(TurnsNan))
     assert caught.value.kind == "numerics"
 

@@ -127,6 +127,11 @@ def test_the_ratio_is_that_of_paired_rounds_with_its_interval() -> None:
     assert found.best.samples_per_second == pytest.approx(1500)
 
 
+def test_where_nothing_else_was_measured_the_verdict_says_so() -> None:
+    trials = started().add(BF16, None, fails="timeout").add({}, 1000.0, round=0)
+    assert recommended(trials).verdict == "Keep your settings for now: no other settings were measured to the end."
+
+
 def test_a_gain_within_the_noise_is_no_gain() -> None:
     found = recommended(started().rounds(BF16, [1000, 1300, 950], [1000, 1000, 1000]))
     assert found.keep
