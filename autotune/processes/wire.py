@@ -21,6 +21,7 @@ ENTRY = "autotune.measurement.phases:answer"
 MARKER_VARIABLE = "AUTOTUNE_SERVER"
 """Set for a server to a name of its own, so that every process it leaves behind can be found."""
 
+_LONGEST_WAIT_MILLISECONDS = 2**31 - 1  # what poll() takes: 24 days
 _HEADER = struct.Struct(">Q")
 
 
@@ -136,7 +137,7 @@ class Channel:
         if timeout_seconds is not None:
             poll = select.poll()  # not select(): the caller may have thousands of files open
             poll.register(self._connection, select.POLLIN)
-            if not poll.poll(max(0.0, timeout_seconds) * 1000):
+            if not poll.poll(min(max(0.0, timeout_seconds) * 1000, _LONGEST_WAIT_MILLISECONDS)):
                 raise TimeoutError
         (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
         return pickle.loads(self._exactly(length))
