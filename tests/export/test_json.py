@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autotune.export.json import export
 from autotune.result import load
-from tests.report.sample_records import recommendation
+from tests.test_result import recommendation
 
 
 def test_it_round_trips_through_load(tmp_path: Path) -> None:
