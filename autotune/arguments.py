@@ -17,6 +17,7 @@ from autotune.quantities import (
     parse_duration,
     parse_names,
     parse_positive_count,
+    parse_seed,
     parse_share,
     parse_size,
 )
@@ -146,7 +147,9 @@ def _add_workload_options(parser: _Parser) -> None:
     parser.add_argument(
         "--device", choices=get_args(DeviceKind), default=argparse.SUPPRESS, help="default: cuda where there is a GPU"
     )
-    _option(parser, "--seed", "seed", int, f"of the weights and of the search (default {DEFAULTS.seed})", metavar="N")
+    _option(
+        parser, "--seed", "seed", parse_seed, f"of the weights and of the search (default {DEFAULTS.seed})", metavar="N"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout; progress goes to stderr either way")
 
 

@@ -72,6 +72,13 @@ def parse_positive_count(text: str) -> int:
     return int(number)
 
 
+def parse_seed(text: str) -> int:
+    """A whole number from 0 to 2^32 - 1, which every generator takes. Raises ValueError."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise ValueError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
 def parse_names(text: str) -> tuple[str, ...]:
     """The names in `precision,compile_mode`, each once, in their order. Raises ValueError where there is none."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -12,6 +12,7 @@ from autotune.quantities import (
     parse_duration,
     parse_names,
     parse_positive_count,
+    parse_seed,
     parse_share,
     parse_size,
 )
@@ -128,3 +129,11 @@ def test_rates_ratios_and_errors_are_written() -> None:
     ]  # fmt: skip
     assert [format_ratio(ratio) for ratio in (1.0, 1.857, 12.34)] == ["1.00x", "1.86x", "12.3x"]
     assert [format_error(error) for error in (0.0, 0.2134, 0.0005, 2e-7)] == ["0 %", "21 %", "0.05 %", "2e-05 %"]
+
+
+def test_a_seed_is_what_every_generator_takes() -> None:
+    assert parse_seed("0") == 0
+    assert parse_seed("4294967295") == 2**32 - 1
+    for text in ("x", "-1", "1.5", "4294967296"):
+        with pytest.raises(ValueError, match="whole number from 0"):
+            parse_seed(text)

@@ -116,6 +116,8 @@ def import_failure(error: BaseException, location: str) -> WorkloadError:
     message = f"importing {location} {ended} with {origin.type_name}: {_first_line(origin.message)}{where}"
     if isinstance(error, SystemExit):
         message += '; put what runs the script under `if __name__ == "__main__":`'
+    if isinstance(error, ImportError) and "relative import" in origin.message:
+        message += "; name it as a module from the folder above its package, such as package.train"
     return WorkloadError(message, origin.detail)
 
 

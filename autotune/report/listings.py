@@ -92,7 +92,7 @@ def _workload_lines(facts: SearchFacts) -> tuple[str, ...]:
         f"optimizer: {workload.optimizer_class}" + (", with a scheduler" if workload.has_scheduler else ""),
         f"loss: {workload.loss_convention}; the first is {workload.first_loss:.4g}",
         f"one warm step takes {format_duration(workload.step_seconds)} on {facts.device}",
-        *((f"set by your file: {settings}",) if settings else ()),
+        *((f"settings in force: {settings}",) if settings else ()),
         *workload.notes,
     )
 

@@ -62,14 +62,10 @@ def confirm(session: Session) -> None:
     """
     session.watcher.stage("confirm", "the best few and your program, in turn, in fresh processes")
     assert session.baseline is not None
-    finalists = _finalists(session)
-    while len(finalists) > 1 and not _has_time_for_round(session, finalists):
-        dropped = finalists.pop()
-        shown = ", ".join(f"{name}={value_text(value)}" for name, value in session.changes(dropped).items())
-        session.skipped.append(f"{shown}: close to the best, and not confirmed, for lack of time")
+    finalists = _affordable(session, _finalists(session))
     first = 1 + max((trial.round for trial in session.trials if trial.round is not None), default=-1)
     for number in range(first, first + MOST_ROUNDS):
-        if _decided(session, finalists) or (number > first and not _has_time_for_round(session, finalists)):
+        if _decided(session, finalists) or (number > first and not _has_time(session, finalists, 1)):
             break
         failed = False
         for config in [session.baseline, *finalists]:
@@ -78,6 +74,21 @@ def confirm(session: Session) -> None:
         if failed:
             finalists = _finalists(session)
     _soak_the_answers(session)
+
+
+def _affordable(session: Session, finalists: list[TrainingConfig]) -> list[TrainingConfig]:
+    """The finalists without those that there is no time for: a certain answer is worth more than a second candidate."""
+    kept = list(finalists)
+    second = [config for config in finalists if session.allowed(config)][1:]
+    if second and not _has_time(session, kept, FEWEST_ROUNDS):
+        kept = [config for config in kept if config not in second]
+    while len(kept) > 1 and not _has_time(session, kept, 1):
+        kept.pop()
+    for config in finalists:
+        if config not in kept:
+            shown = ", ".join(f"{name}={value_text(value)}" for name, value in session.changes(config).items())
+            session.skipped.append(f"{shown}: close to the best, and not confirmed, for lack of time")
+    return kept
 
 
 def _decided(session: Session, finalists: list[TrainingConfig]) -> bool:
@@ -96,9 +107,10 @@ def _settled(session: Session, config: TrainingConfig) -> bool:
     return faster(own, base, minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
 
 
-def _has_time_for_round(session: Session, finalists: list[TrainingConfig]) -> bool:
+def _has_time(session: Session, finalists: list[TrainingConfig], rounds: int) -> bool:
+    """For so many rounds of the finalists and the baseline, and the soak after them."""
     assert session.baseline is not None
-    expected = sum(_expected_seconds(session, config) for config in [session.baseline, *finalists])
+    expected = rounds * sum(_expected_seconds(session, config) for config in [session.baseline, *finalists])
     return session.budget.left() - 1.5 * session.pace.soak_seconds >= expected
 
 

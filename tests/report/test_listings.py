@@ -40,7 +40,7 @@ def test_check_tells_what_was_understood() -> None:
         "AdamW, with a scheduler",
         "loss_fn(model, batch) returns a scalar mean; the first is 2.303",
         "one warm step takes 0.12 s on cuda",
-        "set by your file: matmul_precision=high",
+        "settings in force: matmul_precision=high",
         "GPU 0: NVIDIA H200, 141 GiB, 1.0 GiB in use",
         "16 usable cores",
     ):
@@ -75,7 +75,7 @@ def test_check_of_a_program_with_less_to_tell() -> None:
     assert "no GPU seen" in text
     assert "NVML is not there" in text
     assert "weights are tied" in text
-    for absent in ("set by your file", "Not tried here", "Warnings", "scheduler"):
+    for absent in ("settings in force", "Not tried here", "Warnings", "scheduler"):
         assert absent not in text
 
 
