@@ -249,6 +249,7 @@ class _Check:
 
     def _compared(self, training: Training, reference: Run, windows: list[Window]) -> ParityResult:
         allowed = self._allowance(reference, windows)
+        self.latest = self.reusable = None  # the candidate gets its memory
         self.phase("compile")
         training.model.load_state_dict(self.reference_weights)
         with self._without_dropout(training.model):
