@@ -1,10 +1,11 @@
 """Recomputes every figure of the README from the files in `benchmarks/results/`.
 
-    python benchmarks/figures.py                    prints the block
-    python benchmarks/figures.py --write README.md  puts it between the README's markers
+    python benchmarks/figures.py                    prints the two blocks
+    python benchmarks/figures.py --write README.md  puts them between the README's markers
     python benchmarks/figures.py --check README.md  exit code 1 where the README says something else
 
-Rates and ratios are computed anew from the raw blocks of the confirmation, not copied.
+Rates and ratios of the H200 are computed anew from the raw blocks of the confirmation, not copied. What the demo shows is
+the report of the `best.json` that `make demo` left on a machine of two cores.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autotune.result import load as load_result
 from autotune.stats import rate, ratio
 
 RESULTS = Path(__file__).parent / "results" / "h200"
-BEGIN, END = "<!-- figures: begin (benchmarks/figures.py) -->", "<!-- figures: end -->"
+DEMO = Path(__file__).parent / "results" / "cpu" / "quickstart.best.json"
+FIGURES_MARKERS = ("<!-- figures: begin (benchmarks/figures.py) -->", "<!-- figures: end -->")
+DEMO_MARKERS = ("<!-- demo: begin (benchmarks/figures.py) -->", "<!-- demo: end -->")
 TOKENS_PER_SAMPLE = 1024
 """Of examples/gpt2.py."""
 GIB = 2**30
@@ -31,21 +35,31 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--check", type=Path)
     arguments = parser.parse_args()
-    block = figures()
     if arguments.write:
-        arguments.write.write_text(replaced(arguments.write.read_text(), block))
+        arguments.write.write_text(renewed(arguments.write.read_text()))
     elif arguments.check:
-        return int(replaced(arguments.check.read_text(), block) != arguments.check.read_text())
+        return int(renewed(arguments.check.read_text()) != arguments.check.read_text())
     else:
-        print(block)
+        print(demo(), figures(), sep="\n\n")
     return 0
 
 
-def replaced(text: str, block: str) -> str:
-    """The text with the block between its markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+def renewed(text: str) -> str:
+    """The text with both blocks between their markers."""
+    for (begin, end), block in ((DEMO_MARKERS, demo()), (FIGURES_MARKERS, figures())):
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{block}\n{end}{after}"
+    return text
+
+
+def demo() -> str:
+    """What a search ends with, up to the memory ceilings."""
+    report = str(load_result(DEMO)).split("\n\nMemory ceilings")[0]
+    shown = (
+        "What one sees in the end (two cores of an AMD EPYC; progress comes before it, ceilings and files after it):"
+    )
+    return f"{shown}\n\n```\n{report}\n```"
 
 
 def figures() -> str:
