@@ -1,9 +1,20 @@
-"""When a configuration that ran still does not count as fitting: it thrashed, or it left too little of the memory."""
+"""What speaks against a configuration although it ran: it thrashed, left too little of the memory, or takes ever more."""
 
 from __future__ import annotations
 
 from autotune.quantities import format_bytes
 from autotune.records import MemoryMarks
+
+LEAK_BYTES_PER_STEP = 16 * 2**10
+"""Growth below this is the allocator's or the interpreter's own."""
+
+
+def leak(growth_bytes_per_step: float) -> str:
+    """What is found of a program that holds more memory with every step; empty where it does not."""
+    if growth_bytes_per_step < LEAK_BYTES_PER_STEP:
+        return ""
+    grown = f"memory grows by {growth_bytes_per_step / 2**20:.2f} MiB with every step"
+    return f"{grown}: something keeps tensors of past steps (a leak)"
 
 
 def misfit(memory: MemoryMarks, *, limit_bytes: int | None, margin: float) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from autotune.measurement.clock import BlockClock, synchronize
 from autotune.measurement.measure import PhaseReport, started
+from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import SoakResult, TrialRequest
 from autotune.stats import rate
@@ -16,7 +17,6 @@ from autotune.training.training import Training
 from autotune.training.windows import Window
 from autotune.workload import UserFunctions
 
-LEAK_BYTES_PER_STEP = 16 * 2**10
 STEADY_SHARE = 0.85
 """The last third of the soak runs at least at this share of the first third's rate."""
 
@@ -50,10 +50,8 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
             break
     findings = []
     growth = meter.growth_bytes_per_step()
-    if growth > LEAK_BYTES_PER_STEP:
-        findings.append(
-            f"memory grows by {growth / 2**20:.2f} MiB with every step: something keeps tensors of past steps (a leak)"
-        )
+    if found := leak(growth):
+        findings.append(found)
     rates = clock.rates()
     third = max(1, len(rates) // 3)
     first, last = sum(rates[:third]) / third, sum(rates[-third:]) / third

@@ -11,6 +11,7 @@ from autotune.advice.bottleneck import bottleneck, explain
 from autotune.advice.reasons import prices, reasons
 from autotune.config import TrainingConfig, value_text
 from autotune.knobs.base import Knob
+from autotune.memory_margin import leak
 from autotune.records import (
     OUT_OF_MEMORY,
     Answer,
@@ -199,19 +200,10 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
     return f"Use {changes}: {faster}."
 
 
-LEAK_BYTES_PER_STEP = 16 * 2**10
-"""Growth below this is the allocator's or the interpreter's own."""
-
-
 def _growth(measurement: Measurement) -> tuple[str, ...]:
     """The warning for a program that holds more memory with every step."""
-    growth = measurement.memory.growth_bytes_per_step
-    if growth < LEAK_BYTES_PER_STEP:
-        return ()
-    return (
-        f"your program's memory grows by {growth / 2**20:.2f} MiB with every step: something keeps tensors of past steps "
-        "(a leak), and no ceiling holds for long",
-    )
+    found = leak(measurement.memory.growth_bytes_per_step)
+    return (f"your program's {found}, and no ceiling holds for long",) if found else ()
 
 
 def _rejected(results: Results, baseline: Answer) -> tuple[str, ...]:
