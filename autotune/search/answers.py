@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autotune.config import TrainingConfig
 from autotune.records import Answer, Failure, Measurement, ParityResult, Ratio, Settings, Trial
 from autotune.space import SearchSpace
-from autotune.stats import FEWEST_ROUNDS, UNKNOWN, rate, ratio, ratio_from_intervals, student_t
+from autotune.stats import FEWEST_ROUNDS, UNKNOWN, faster, rate, ratio, ratio_from_intervals, student_t
 
 WORTHWHILE_GAIN = 1.02
 """A configuration must be so many times better to be preferred to a simpler one (design, section 9)."""
@@ -96,7 +96,7 @@ class Results:
         if self.gain(answer) < WORTHWHILE_GAIN:
             return False
         pairs = self.round_pairs(answer.config) or [self._first_pair(answer.config)]
-        return self.settings.objective == "memory" or _moderated_ratio(pairs, CERTAIN).interval[0] > 1
+        return self.settings.objective == "memory" or surely_faster(pairs)
 
     # --- one configuration ---
 
@@ -171,6 +171,19 @@ class Results:
         own, base = self.first_measurement(config), self.first_measurement(self.baseline)
         assert own is not None and base is not None
         return own, base
+
+
+def surely_faster(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
+    """Whether the first of each pair is faster than the second at the 1 % level, however little."""
+    return _moderated_ratio(pairs, CERTAIN).interval[0] > 1
+
+
+def settled(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
+    """Whether these rounds of a configuration and the baseline say enough of the two: another round can change nothing."""
+    if len(pairs) < FEWEST_ROUNDS:
+        return False
+    own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
+    return faster(own, base, minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
 
 
 def _moderated_ratio(pairs: Sequence[tuple[Measurement, Measurement]], confidence: float) -> Ratio:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autotune.config import TrainingConfig, value_text
 from autotune.records import OUT_OF_MEMORY, Failure, Trial
-from autotune.search.answers import WORTHWHILE_GAIN
+from autotune.search.answers import settled
 from autotune.search.pace import slow_to_start
 from autotune.search.session import Session, parity_failure
-from autotune.stats import FEWEST_ROUNDS, faster
+from autotune.stats import FEWEST_ROUNDS
 
 MOST_FINALISTS = 2
 """Beside the baseline and the free-batch candidate: each costs a fresh process per round."""
@@ -96,15 +96,7 @@ def _decided(session: Session, finalists: list[TrainingConfig]) -> bool:
     assert session.baseline is not None
     if not finalists:
         return bool(session.results().measurements(session.baseline, rounds=True))
-    return all(_settled(session, config) for config in finalists)
-
-
-def _settled(session: Session, config: TrainingConfig) -> bool:
-    pairs = session.results().round_pairs(config)
-    if len(pairs) < FEWEST_ROUNDS:
-        return False
-    own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
-    return faster(own, base, minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
+    return all(settled(session.results().round_pairs(config)) for config in finalists)
 
 
 def _has_time(session: Session, finalists: list[TrainingConfig], rounds: int) -> bool:
