@@ -16,10 +16,13 @@ from typing import Any, Literal, NoReturn
 from autotune import __version__
 from autotune.config import TrainingConfig, Value, value_text
 from autotune.errors import SearchInterrupted, UserError
+from autotune.gpu_watch import occupied
 from autotune.knobs.registry import KNOBS
-from autotune.machine import GpuWatch, gpu_used_bytes, read_machine_facts
+from autotune.machine import read_machine_facts
+from autotune.nvml import gpu_used_bytes
 from autotune.options import CheckReport, MemoryReport, SearchOptions
 from autotune.processes.pool import TrialPool
+from autotune.processes.watched import WatchedBackend
 from autotune.quantities import parse_duration, parse_names, parse_size
 from autotune.records import (
     OUT_OF_MEMORY,
@@ -147,9 +150,7 @@ def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
         started = Search(opened.session)
         session = opened.session
         try:
-            with GpuWatch() as gpu:
-                _run(started, began)
-                session.warnings.extend(gpu.notes())
+            _run(started, began)
         except KeyboardInterrupt:
             result = _result(opened, started, began, unconfirmed=True) if session.baseline is not None else None
             raise SearchInterrupted(result) from None
@@ -179,6 +180,7 @@ def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) ->
     refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
     machine = read_machine_facts()
     conditions = _conditions(options, machine)
+    _told_of_machine(machine, conditions, watcher)
     with _scratch(options) as options, _pool(workload, options, watcher, machine) as pool:
         facts = _facts(pool, machine, conditions, options)
     space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
@@ -235,8 +237,7 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
     budget = Budget(options.budget_seconds, options.trials)
     conditions = _conditions(options, machine)
     refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
-    for note in machine.notes:
-        watcher.note(note)
+    others = _told_of_machine(machine, conditions, watcher)
     # Locked before anything runs: a second search would write its trials over those of the first.
     with closing(DirectoryLock(options.study)) as lock, _pool(workload, options, watcher, machine) as pool:
         watcher.stage("baseline", "one step of your program")
@@ -257,7 +258,7 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
         )
         try:
             session = Session(
-                backend=pool,
+                backend=WatchedBackend(pool),
                 study=study,
                 space=space,
                 settings=settings,
@@ -265,6 +266,7 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
                 watcher=watcher,
                 pace=pace_for(options.budget_seconds),
             )
+            session.warnings.extend(others)
             session.resume()
             yield _Opened(session, workload, options.study, pool)
         finally:
@@ -292,6 +294,14 @@ def _device(options: SearchOptions, machine: MachineFacts) -> Literal["cuda", "c
     if options.device == "cuda" and not machine.gpus:
         raise UserError("--device cuda: this machine shows no GPU; leave the option out, or use --device cpu")
     return options.device
+
+
+def _told_of_machine(machine: MachineFacts, conditions: Conditions, watcher: SearchWatcher) -> list[str]:
+    """Tells what could not be seen of the machine and who else uses its GPU; returns what a report should repeat."""
+    others = occupied(machine.gpus[0]) if conditions.device == "cuda" else None
+    for note in filter(None, [*machine.notes, others]):
+        watcher.note(note)
+    return [others] if others is not None else []
 
 
 def _conditions(options: SearchOptions, machine: MachineFacts) -> Conditions:

@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 from autotune.config import TrainingConfig
-from autotune.machine import gpu_used_bytes, read_machine_facts
+from autotune.machine import read_machine_facts
+from autotune.nvml import gpu_used_bytes
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, TrialRequest
 from autotune.workload import workload_from_target

@@ -69,6 +69,7 @@ def recommend(evidence: Evidence) -> Recommendation:
             *_cached(results, best.config),
             *_compiled_piecemeal(results, best.config),
             *_left_out(results, best.config),
+            *_disturbed(results, best.config),
             *evidence.warnings,
         ),
         search_seconds=evidence.search_seconds,
@@ -105,6 +106,22 @@ def _with_hours(evidence: Evidence, answer: Answer, compile_seconds: float) -> A
         return answer
     seconds = samples / answer.samples_per_second + compile_seconds
     return answer.model_copy(update={"training_hours": seconds / 3600})
+
+
+def _disturbed(results: Results, best: TrainingConfig) -> tuple[str, ...]:
+    """That heat or other processes took part in what is compared here."""
+    measured = [
+        *_all_measurements(results, results.baseline),
+        *(_all_measurements(results, best) if best != results.baseline else []),
+    ]
+    disturbed = [measurement for measurement in measured if measurement.gpu_notes]
+    if not disturbed:
+        return ()
+    whose = "your settings" if best == results.baseline else "your settings and the recommendation"
+    return (
+        f"{len(disturbed)} of the {len(measured)} measurements of {whose} were disturbed, such as the last of them: "
+        f"{'; '.join(disturbed[-1].gpu_notes)}",
+    )
 
 
 def _all_measurements(results: Results, config: TrainingConfig) -> list[Measurement]:

@@ -6,9 +6,10 @@ import pytest
 
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS
-from autotune.machine import gpu_used_bytes, read_machine_facts
+from autotune.machine import read_machine_facts
+from autotune.nvml import gpu_used_bytes
 from autotune.processes.pool import TrialPool
-from autotune.records import Conditions, SearchFacts, TrialRequest
+from autotune.records import Conditions, PhaseTimeouts, SearchFacts, TrialRequest
 from autotune.workload import Workload
 
 ROOT = str(Path(__file__).parents[2])
@@ -21,7 +22,7 @@ class Program:
         self.pool, self.facts = pool, facts
         self.baseline = TrainingConfig({knob.name: knob.baseline(facts) for knob in KNOBS})
 
-    def run(self, kind, changes=None, **conditions):
+    def run(self, kind, changes=None, timeouts=None, **conditions):
         """One trial: the baseline with these changes, under these conditions."""
         request = TrialRequest(
             kind=kind,
@@ -30,6 +31,7 @@ class Program:
             blocks=self.facts.workload.blocks,
             block_seconds=0.1,
             maximum_blocks=4,
+            timeouts=timeouts or PhaseTimeouts(),
         )
         return self.pool.run(request)
 

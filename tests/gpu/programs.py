@@ -111,3 +111,12 @@ def dying_loss(model, batch):
     torch.ones(2**30, dtype=torch.uint8, device=batch[0].device)
     os.kill(os.getpid(), 9)
     return regression_loss(model, batch)
+
+
+def endless_loss(model, batch):
+    """Never ends once a batch is large: with memory taken, and work queued on the device."""
+    if len(batch[0]) > 64:
+        taken = torch.ones(2**14, 2**14, device=batch[0].device)
+        while True:
+            taken = (taken @ taken).tanh()
+    return regression_loss(model, batch)

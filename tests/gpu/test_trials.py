@@ -1,9 +1,17 @@
 """What only a real GPU shows: memory marks, poisoned contexts, memory that comes back, precision and compile modes."""
 
+import subprocess
+import sys
+import time
+
 import pytest
 
-from autotune.machine import GpuWatch, gpu_used_bytes
+from autotune.gpu_watch import GpuWatch, occupied
+from autotune.machine import read_machine_facts
+from autotune.nvml import ask, gpu_used_bytes, started, visible_handles
+from autotune.records import PhaseTimeouts
 from tests.gpu.programs import KEPT_BYTES
+from tests.invented_nvml import Nvml
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -107,6 +115,40 @@ def test_memory_is_back_after_a_kill_in_the_middle_of_a_step(program, perceptron
     with pytest.raises(AssertionError, match="SIGKILL"):
         program("dying_loss")
     assert gpu_used_bytes() <= before + 64 * MIB
+
+
+def test_memory_is_back_after_a_trial_is_killed_while_the_device_works(program):
+    endless = program("endless_loss")
+    before = gpu_used_bytes()
+    answer = endless.run("measure", {"batch_size": 128}, timeouts=PhaseTimeouts(compile_seconds=5.0))
+    assert (answer.failure.kind, answer.failure.phase) == ("timeout", "compile")
+    assert "in endless_loss" in answer.failure.detail
+    assert gpu_used_bytes() <= before + 64 * MIB
+    assert endless.run("measure").failure is None
+
+
+def test_another_process_on_the_gpu_is_said_and_noted(perceptron):
+    holding = (
+        "import torch, sys; x = torch.ones(3 * 2**28, device='cuda'); print('holds', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "holds\n"
+        assert "on GPU 0" in occupied(read_machine_facts().gpus[0])
+        with GpuWatch() as watch:
+            time.sleep(1)
+        perceptron.run("measure")
+        listed = ask(started(), "nvmlDeviceGetComputeRunningProcesses", visible_handles(started(), [])[0])
+        assert bool(watch.notes()) == bool(listed), "it is noted where NVML lists processes at all"
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_without_nvml_torch_tells_of_the_same_gpu():
+    by_nvml, by_torch = read_machine_facts().gpus[0], read_machine_facts(nvml=Nvml(absent=True)).gpus[0]
+    assert (by_torch.name, by_torch.compute_capability) == (by_nvml.name, by_nvml.compute_capability)
+    assert by_torch.total_bytes == pytest.approx(by_nvml.total_bytes, rel=0.05)
 
 
 def test_cuda_at_import_means_a_fresh_interpreter_for_each_trial(program):

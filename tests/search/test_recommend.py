@@ -358,6 +358,20 @@ def test_optimizer_steps_that_were_left_out_are_told() -> None:
     assert not any("scaler" in warning for warning in recommended(one).warnings)
 
 
+def test_what_disturbed_the_gpu_is_told_of_what_is_compared() -> None:
+    trials = started().rounds(BF16, [1500] * 3, [1000] * 3)
+    assert not any("disturbed" in warning for warning in recommended(trials).warnings)
+    trials.rounds(BF16, [1500], [1000], gpu_notes=("GPU 0 was hot", "another process (7) held 700 MiB on GPU 0"))
+    assert (
+        recommended(trials)
+        .warnings[0]
+        .endswith(
+            "measurements of your settings and the recommendation were disturbed, such as the last of them: GPU 0 was hot; "
+            "another process (7) held 700 MiB on GPU 0"
+        )
+    )
+
+
 def test_warnings_reasons_and_leaks_are_passed_on() -> None:
     trials = Trials().add(
         {}, 1000.0, memory=MemoryMarks(peak_allocated_bytes=GIB, growth_bytes_per_step=2.0 * 2**20)
