@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from autotune.gpu_watch import GpuWatch, occupied
 from autotune.machine import read_machine_facts
-from autotune.nvml import ask, gpu_used_bytes, started, visible_handles
+from autotune.nvml import gpu_used_bytes
 from autotune.records import PhaseTimeouts
 from tests.gpu.programs import KEPT_BYTES
 from tests.invented_nvml import Nvml
@@ -127,7 +126,7 @@ def test_memory_is_back_after_a_trial_is_killed_while_the_device_works(program):
     assert endless.run("measure").failure is None
 
 
-def test_another_process_on_the_gpu_is_said_and_noted(perceptron):
+def test_another_process_on_the_gpu_is_said():
     holding = (
         "import torch, sys; x = torch.ones(3 * 2**28, device='cuda'); print('holds', flush=True); sys.stdin.read()"
     )
@@ -135,14 +134,9 @@ def test_another_process_on_the_gpu_is_said_and_noted(perceptron):
     try:
         assert other.stdout.readline() == "holds\n"
         assert "on GPU 0" in occupied(read_machine_facts().gpus[0])
-        with GpuWatch() as watch:
-            time.sleep(1)
-        perceptron.run("measure")
-        listed = ask(started(), "nvmlDeviceGetComputeRunningProcesses", visible_handles(started(), [])[0])
-        assert bool(watch.notes()) == bool(listed), "it is noted where NVML lists processes at all"
     finally:
         other.kill()
-        other.wait()
+        other.communicate()
 
 
 def test_without_nvml_torch_tells_of_the_same_gpu():
