@@ -64,7 +64,7 @@ def demo() -> str:
 
 def figures() -> str:
     """Everything that the README says of the H200, as Markdown."""
-    searches = [load("gpt2"), load("gpt2_6min"), load("gpt2_16gib")]
+    searches = [load("gpt2"), load("gpt2_16gib")]
     starts = load("trial_start")["seconds_to_first_step"]
     fork, fresh = statistics.median(starts["fork"]), statistics.median(starts["fresh"])
     machine = searches[0]["machine"]

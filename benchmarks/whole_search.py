@@ -13,12 +13,16 @@ import argparse
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import pydantic
 
 from autotune.api import open_study
 from autotune.config import TrainingConfig
@@ -52,8 +56,20 @@ def main() -> int:
         shown = ["autotune", "search", arguments.target, *search_options]
         write_result(arguments.out / f"{arguments.name}.json", arguments.name, shown, study, seconds)
         write_trials(arguments.out / f"{arguments.name}.jsonl", recorded(study))
-        shutil.copyfile(study / "study.db", arguments.out / f"{arguments.name}.study.db")
+        copy_study(study, arguments.out / f"{arguments.name}.study.db")
     return 0
+
+
+def copy_study(study: Path, path: Path) -> None:
+    """The study's database, in which `STUDY`, `HERE` and `PACKAGES` stand for what only this machine has."""
+    places = {str(study): "STUDY", str(Path.cwd()): "HERE", str(Path(pydantic.__file__).parents[1]): "PACKAGES"}
+    with closing(sqlite3.connect(study / "study.db")) as database:
+        content = "\n".join(database.iterdump())
+    for place, name in places.items():
+        content = content.replace(place, name)
+    path.unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(content)
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
