@@ -49,11 +49,16 @@ def to_device(batch, device, non_blocking=False):
         items = [to_device(item, device, non_blocking) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(item, device, non_blocking) for key, item in batch.items()})
+        moved = copy.copy(batch)
+        for key, item in batch.items():
+            moved[key] = to_device(item, device, non_blocking)
+        return moved
     if dataclasses.is_dataclass(batch):
-        fields = [field.name for field in dataclasses.fields(batch) if field.init]
-        moved = {name: to_device(getattr(batch, name), device, non_blocking) for name in fields}
-        return dataclasses.replace(batch, **moved)
+        moved = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            item = to_device(getattr(batch, field.name), device, non_blocking)
+            object.__setattr__(moved, field.name, item)
+        return moved
     return batch
 '''
 WINDOWS = '''

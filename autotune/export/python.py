@@ -109,7 +109,7 @@ class _Script:
         found = {line for lines in self.lines for line in lines.imports}
         found |= {"import sys", "import torch", "from torch.utils.data import DataLoader"}
         if self.device == "cuda":
-            found |= {"import dataclasses", "from collections.abc import Mapping"}
+            found |= {"import copy", "import dataclasses", "from collections.abc import Mapping"}
         if "loss_fn" not in self.roles or self._ready_batches():
             found.add("from collections.abc import Mapping")
         if any(line.startswith("spec = importlib") for line in functions):
@@ -199,7 +199,8 @@ class _Script:
         first = ["given = data_fn()", *(pieces.READY_BATCHES if ready else ())]
         spread = ["**batches"] if ready else []
         arguments |= {
-            name: f"given.{name}" for name in ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "generator")
+            name: f"given.{name}"
+            for name in ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "generator", "in_order")
         }
         if changes.get("num_workers", str(self.workload.num_workers)) != "0":
             arguments |= {name: f"given.{name}" for name in pieces.WORKER_ONLY}

@@ -72,6 +72,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     optimizer_variants, optimizer_fixed_reason = _optimizer_options(training, window)
     batch = to_device(window[0].data, training.parts.device)
     weight = training.last_weight
+    settings = process_settings()  # before user code is asked to set up a worker here
     _check_second_model(functions, training)
     named = named_blocks(model, request.blocks) if request.blocks else None
     blocks = named or _found_blocks(training, batch)
@@ -114,7 +115,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         loss_convention=convention,
         loss_weighted=weight is not None,
         first_loss=loss,
-        process_settings=process_settings(),
+        process_settings=settings,
         step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
         fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention, *request.blocks),
     )

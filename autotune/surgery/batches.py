@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same structure with every tensor replaced by `function` of it.
 
-    Named tuples, tuples, lists, mappings and dataclasses keep their type; what holds no tensor is passed on as it is.
+    Named tuples, tuples, lists, mappings and dataclasses keep their type, and what else they carry; what holds no tensor
+    is passed on as it is.
     """
     return _mapped(batch, function, None)
 
@@ -37,23 +40,38 @@ def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor], move: 
         items = [_mapped(item, function, move) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, list):
-        return [_mapped(item, function, move) for item in batch]
+        items = [_mapped(item, function, move) for item in batch]
+        if type(batch) is list:
+            return items
+        same_class = copy.copy(batch)
+        same_class[:] = items
+        return same_class
     if isinstance(batch, Mapping):
-        mapped = {key: _mapped(item, function, move) for key, item in batch.items()}
-        if type(batch) is dict:
-            return mapped
-        try:
-            return type(batch)(mapped)  # type: ignore[call-arg]  # a mapping class of the user's
-        except TypeError:
-            return mapped
+        return _like(batch, {key: _mapped(item, function, move) for key, item in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changes = {
-            field.name: _mapped(getattr(batch, field.name), function, move)
-            for field in dataclasses.fields(batch)
-            if field.init
-        }
-        return dataclasses.replace(batch, **changes)
+        # A copy, not `dataclasses.replace`: what `__post_init__` does to a sample is done once.
+        changed = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            value = getattr(batch, field.name, None)
+            if (mapped := _mapped(value, function, move)) is not value:
+                object.__setattr__(changed, field.name, mapped)
+        return changed
     return batch
+
+
+def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """The items in a mapping of the batch's own class; in a plain one where that class can be neither copied nor made."""
+    if type(batch) is dict:
+        return items
+    try:
+        if isinstance(batch, MutableMapping):
+            changed = copy.copy(batch)
+            for key, item in items.items():
+                changed[key] = item
+            return changed
+        return type(batch)(items)  # type: ignore[call-arg]  # a mapping class of the user's
+    except TypeError:
+        return items
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -73,23 +91,61 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 def byte_count(batch: Any) -> int:
     """Bytes of all tensors in a batch."""
-    return sum(tensor.nbytes for tensor in tensors(batch))
+    return sum(_bytes(tensor) for tensor in tensors(batch))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
+    return int(tensor.nbytes)
 
 
 def leading_size(batch: Any) -> int:
-    """Samples in a ready batch: the first dimension of its first tensor, 1 where there is none.
+    """Samples in a ready batch: the first dimension of its first tensor or array, 1 where there is none.
 
-    Only for loaders that hand over ready batches; elsewhere samples are counted where they are collated.
+    Lists of samples, or of parts of samples, count by their length. Only for loaders that hand over ready batches;
+    elsewhere samples are counted where they are collated.
     """
-    for tensor in tensors(batch):
-        return int(tensor.shape[0]) if tensor.dim() else 1
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) and (listed := _listed(batch)):
+        return listed
+    for part in _sized(batch):
+        return int(part)
     return len(batch) if isinstance(batch, (list, tuple, dict)) else 1
+
+
+def _listed(batch: tuple[Any, ...] | list[Any]) -> int:
+    """Samples in a list of alike mappings, or in several lists side by side; 0 where it is neither."""
+    if isinstance(batch, list) and all(isinstance(item, Mapping) and item.keys() == batch[0].keys() for item in batch):
+        return len(batch)
+    lengths = {len(item) if isinstance(item, list) else 0 for item in batch}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _sized(batch: Any) -> Iterator[int]:
+    """What each tensor or array tells of the number of samples, depth first."""
+    if isinstance(batch, PackedSequence):
+        yield int(batch.batch_sizes[0])  # its data holds the steps of all sequences
+    elif isinstance(batch, torch.Tensor):
+        yield batch.size(0) if batch.dim() else 1
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _sized(item)
+    elif isinstance(batch, (tuple, list)):
+        for item in batch:
+            yield from _sized(item)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from _sized(getattr(batch, field.name))
+    elif isinstance(shape := getattr(batch, "shape", None), tuple):  # an array of NumPy or of another library
+        yield shape[0] if shape else 1
 
 
 def describe(batch: Any) -> str:
     """A batch in words, such as `tuple of 2: float32 [32, 8], int64 [32]`."""
     if isinstance(batch, torch.Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+        dtype = str(batch.dtype).removeprefix("torch.")
+        # The ragged dimension of a nested tensor has no size, and a new name in every batch.
+        return f"nested {dtype} [{batch.size(0)}, ...]" if batch.is_nested else f"{dtype} {list(batch.shape)}"
     if isinstance(batch, Mapping):
         items = ", ".join(f"{key}: {_nested(item)}" for key, item in batch.items())
         kind = "mapping" if isinstance(batch, dict) else type(batch).__name__

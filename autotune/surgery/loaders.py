@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,9 @@ def dataset_length(loader: DataLoader[Any]) -> int | None:
     if isinstance(loader.dataset, IterableDataset):
         return None
     try:
-        return len(loader.sampler) if loader.batch_size else len(loader.dataset)  # type: ignore[arg-type]
+        if isinstance(loader.batch_sampler, BatchSampler):
+            return len(loader.batch_sampler.sampler)  # type: ignore[arg-type]
+        return len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:
         return None
 
@@ -114,8 +116,10 @@ def batch_fixed_reason(loader: DataLoader[Any]) -> str | None:
         return f"data_fn returns {type(loader).__name__}, a subclass of DataLoader, which is used as it is"
     if loader.batch_size is None and loader.batch_sampler is None:
         return "the loader has batch_size=None: the data set makes the batches"
-    if type(loader.batch_sampler) is not BatchSampler and not isinstance(loader.dataset, IterableDataset):
-        return f"the loader has a batch_sampler of its own ({type(loader.batch_sampler).__name__})"
+    if loader.batch_size is None:
+        reason = f"the loader has a batch_sampler of its own ({type(loader.batch_sampler).__name__})"
+        plain = "; give the DataLoader its sampler, batch_size and drop_last instead"
+        return reason + plain if type(loader.batch_sampler) is BatchSampler else reason
     return None
 
 
@@ -126,26 +130,37 @@ def workers_fixed_reason(loader: DataLoader[Any], fresh_datasets: tuple[Any, Any
     """
     if type(loader) is not DataLoader:
         return f"data_fn returns {type(loader).__name__}, a subclass of DataLoader, which is used as it is"
-    if fresh_datasets is not None and not _shards(*fresh_datasets):
+    if fresh_datasets is None:
+        return None
+    try:
+        shards = _shards(fresh_datasets, loader.worker_init_fn)
+    except Exception as error:  # whatever the user's data set or worker_init_fn raises in a worker, and only there
+        return f"the IterableDataset does not run in a worker ({type(error).__name__}: {error})"
+    if not shards:
         return (
             "the IterableDataset gives the same samples in every worker: split it by torch.utils.data.get_worker_info()"
         )
     return None
 
 
-def _shards(first: Any, second: Any, count: int = 4) -> bool:
+def _shards(datasets: tuple[Any, Any], worker_init_fn: Callable[[int], Any] | None, count: int = 4) -> bool:
     """Whether two workers of an iterable data set begin with different samples.
 
-    Sets torch's own worker information in this process, which is what `get_worker_info()` reads, however imported.
+    Sets torch's own worker information in this process, which is what `get_worker_info()` reads, however imported; what
+    `worker_init_fn` does is done here too.
     """
     starts = []
     saved = get_worker_info()
     try:
-        for worker_id, dataset in enumerate((first, second)):
+        for worker_id, dataset in enumerate(datasets):
+            # The same seed in both, and set again after what may set another: a shuffle must not pass for sharding.
             _worker_module._worker_info = _worker_module.WorkerInfo(
-                id=worker_id, num_workers=2, seed=worker_id, dataset=dataset
+                id=worker_id, num_workers=2, seed=0, dataset=dataset
             )
             _seed_generators()
+            if worker_init_fn is not None:
+                worker_init_fn(worker_id)
+                _seed_generators()
             iterator = iter(dataset)
             starts.append([_signature(sample) for sample, _ in zip(iterator, range(count), strict=False)])
     finally:
@@ -154,7 +169,6 @@ def _shards(first: Any, second: Any, count: int = 4) -> bool:
 
 
 def _seed_generators() -> None:
-    """A shuffle must not pass for sharding."""
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
@@ -162,12 +176,22 @@ def _seed_generators() -> None:
 
 
 def _signature(sample: Any) -> Any:
-    found = tuple(tuple(tensor.detach().flatten()[:64].tolist()) for tensor in tensors(sample))
+    found = tuple(_values(tensor.detach()) for tensor in tensors(sample))
     return found or repr(sample)
 
 
+def _values(tensor: torch.Tensor) -> Any:
+    plain = tensor.layout == torch.strided and not tensor.is_nested
+    return tuple(tensor.flatten()[:64].tolist()) if plain else repr(tensor)
+
+
 def counted(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader object, whose batches now arrive as `Counted`."""
+    """The same loader object, whose batches now arrive as `Counted`.
+
+    Those of a subclass that iterates in a way of its own arrive as they are: it may take a batch apart.
+    """
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
+        return loader
     if not isinstance(loader.collate_fn, CountingCollate):
         batched = loader.batch_size is not None or loader.batch_sampler is not None
         loader.collate_fn = CountingCollate(loader.collate_fn, batched)
@@ -198,6 +222,7 @@ def rebuilt(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[A
         "generator": loader.generator,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
+        "in_order": loader.in_order,
     }
     if fixed:
         if loader.batch_sampler is not None:

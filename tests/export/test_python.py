@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,12 +142,16 @@ def test_a_script_for_a_gpu_moves_batches_of_any_nesting() -> None:
         values: torch.Tensor
         name: str
 
-    batch = {"pair": Pair(torch.ones(2), [torch.ones(3)]), "item": Item(torch.ones(1), "one"), "text": "kept"}
+        def __post_init__(self) -> None:
+            self.name += "!"
+
+    batch = defaultdict(list, pair=Pair(torch.ones(2), [torch.ones(3)]), item=Item(torch.ones(1), "one"), text="kept")
     moved = script["to_device"](batch, torch.device("meta"), non_blocking=True)
     assert isinstance(moved["pair"], Pair)
     assert moved["pair"].first.is_meta
     assert moved["pair"].second[0].is_meta
-    assert (moved["item"].values.is_meta, moved["item"].name, moved["text"]) == (True, "one", "kept")
+    assert (moved["item"].values.is_meta, moved["item"].name, moved["text"]) == (True, "one!", "kept")
+    assert (type(moved), batch["item"].values.is_meta) == (defaultdict, False)
 
 
 def test_a_script_for_a_gpu_has_every_part_of_the_step_in_order() -> None:

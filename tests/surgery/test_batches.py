@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-from dataclasses import dataclass, field
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,6 +39,8 @@ class OwnMapping(UserDict[str, Any]):
 
 class TakesNothing(dict[str, Any]):
     """A mapping class that cannot be made of a mapping."""
+
+    tag = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,12 +132,64 @@ def test_a_packed_sequence_keeps_its_lengths_where_they_must_lie() -> None:
     assert moved["x"].batch_sizes.device.type == "cpu"
 
 
-def test_a_mapping_class_that_cannot_be_made_anew_becomes_a_plain_one() -> None:
+def test_a_mapping_keeps_its_class_and_what_it_carries() -> None:
     batch = TakesNothing()
-    batch["x"] = torch.zeros(2)
+    batch["x"], batch.tag = torch.zeros(2), "kept"
+    by_default = defaultdict(list, x=torch.zeros(2))
+    moved = to_device((batch, by_default), META)
+    assert [(type(item), item["x"].device) for item in moved] == [(TakesNothing, META), (defaultdict, META)]
+    assert (moved[0].tag, moved[1]["new"]) == ("kept", [])
+    assert batch["x"].device.type == by_default["x"].device.type == "cpu", "the user's own batch stays"
+
+
+def test_a_mapping_that_cannot_be_changed_is_made_anew() -> None:
+    moved = to_device(MappingProxyType({"x": torch.zeros(2)}), META)
+    assert (type(moved), moved["x"].device) == (MappingProxyType, META)
+
+
+def test_a_list_class_keeps_its_class_and_what_it_carries() -> None:
+    class Boxes(list[Any]):
+        size = (0, 0)
+
+    batch = Boxes([torch.zeros(2)])
+    batch.size = (4, 3)
     moved = to_device(batch, META)
-    assert type(moved) is dict
-    assert moved["x"].device == META
+    assert (type(moved), moved.size, moved[0].device) == (Boxes, (4, 3), META)
+
+
+def test_what_a_data_class_does_when_it_is_made_is_not_done_again() -> None:
+    @dataclass
+    class Scaled:
+        inputs: torch.Tensor
+        factor: InitVar[float]
+        squared: torch.Tensor = field(init=False)
+        later: torch.Tensor = field(init=False)
+        """Not set yet."""
+
+        def __post_init__(self, factor: float) -> None:
+            self.inputs = self.inputs * factor
+            self.squared = self.inputs.square()
+
+    batch = Scaled(torch.ones(2), 0.5)
+    mapped = map_tensors(batch, lambda tensor: tensor + 1)
+    assert (mapped.inputs.tolist(), mapped.squared.tolist()) == ([1.5, 1.5], [1.25, 1.25])
+    assert batch.inputs.tolist() == [0.5, 0.5]
+    moved = to_device(batch, META)
+    assert moved.inputs.device == moved.squared.device == META
+
+
+def test_sparse_and_nested_tensors() -> None:
+    coordinates = torch.eye(3).to_sparse()
+    nested = torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(1, 2)], layout=torch.jagged)
+    batch = {"graph": coordinates, "rows": nested, "label": torch.tensor(1)}
+    assert byte_count(batch) == 3 * 2 * 8 + 3 * 4 + 4 * 2 * 4 + 8
+    text = "mapping with graph: float32 [3, 3], rows: nested float32 [2, ...], label: int64 []"
+    assert describe(batch) == text
+    another = torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(2, 2)], layout=torch.jagged)
+    assert describe({**batch, "rows": another}) == text, "the study of a program is found again by its structure"
+    moved = to_device(batch, META)
+    assert moved["graph"].is_sparse and moved["rows"].is_nested
+    assert {tensor.device for tensor in moved.values()} == {META}
 
 
 def test_byte_count_and_leading_size() -> None:
@@ -143,6 +199,24 @@ def test_byte_count_and_leading_size() -> None:
     assert leading_size(torch.tensor(1.0)) == 1
     assert leading_size(["a", "b"]) == 2
     assert leading_size(object()) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ({"x": np.zeros((5, 2)), "y": torch.zeros(5)}, 5),
+        (torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)]), 2),
+        ([torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)]), torch.zeros(2)], 2),
+        (torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(1, 2)], layout=torch.jagged), 2),
+        ([{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(7, 4)}], 3),
+        (([torch.zeros(3, 8, 8)] * 4, [{"boxes": torch.zeros(1, 4)}] * 4), 4),
+        ([torch.zeros(4, 2), torch.zeros(4)], 4),
+        ([{"x": torch.zeros(4, 2)}, {"y": torch.zeros(4)}], 4),
+        (Sample(torch.zeros(6, 2), ["a"]), 6),
+    ],
+)
+def test_samples_in_a_ready_batch(batch: Any, samples: int) -> None:
+    assert leading_size(batch) == samples
 
 
 @pytest.mark.parametrize(

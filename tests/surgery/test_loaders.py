@@ -29,6 +29,7 @@ from autotune.surgery.loaders import (
     rebuilt,
     workers_fixed_reason,
 )
+from autotune.training.windows import MicroBatch, WindowLoader
 
 
 def numbers(length: int = 10) -> TensorDataset:
@@ -71,8 +72,50 @@ class UnshardedAndShuffledInPython(IterableDataset[int]):
         return iter(random.sample(range(1000), 1000))
 
 
+class UnshardedAndShuffledByWorker(IterableDataset[int]):
+    """The same samples in every worker, in an order of the worker's seed."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        seed = 0 if info is None else info.seed
+        return iter(random.Random(seed).sample(range(1000), 1000))
+
+
+class ShardedFromOutside(IterableDataset[int]):
+    """As in torch's documentation: `worker_init_fn` gives each worker's copy its part."""
+
+    def __init__(self) -> None:
+        self.start, self.step = 0, 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, 10, self.step))
+
+
+def shard(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.start, info.dataset.step = worker_id, info.num_workers
+
+
+def shuffle_by_worker(worker_id: int) -> None:
+    random.seed(worker_id)
+
+
+class MainProcessOnly(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info() is not None:
+            raise RuntimeError("the handle is the main process's")
+        return iter(range(10))
+
+
 class OwnLoader(DataLoader[Any]):
     pass
+
+
+class TakesBatchesApart(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for inputs, targets in super().__iter__():
+            yield inputs * 2, targets
 
 
 class OwnSampler(BatchSampler):
@@ -144,6 +187,7 @@ def test_a_batch_of_more_than_all_samples_is_fine_without_drop_last() -> None:
         (DataLoader(numbers(10), batch_size=3), 10),
         (DataLoader(numbers(10), batch_size=3, sampler=WeightedRandomSampler([1.0] * 10, 7)), 7),
         (DataLoader(numbers(10), batch_size=None), 10),
+        (DataLoader(numbers(10), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, True)), 4),
         (DataLoader(Sharded(), batch_size=3), None),
     ],
 )
@@ -161,6 +205,11 @@ def test_why_a_batch_size_is_fixed() -> None:
     assert batch_fixed_reason(own) == "the loader has a batch_sampler of its own (OwnSampler)"
     assert batch_fixed_reason(DataLoader(numbers(), batch_sampler=[[0, 1], [2]])) == (
         "the loader has a batch_sampler of its own (list)"
+    )
+    plain = DataLoader(numbers(), batch_sampler=BatchSampler(SequentialSampler(numbers()), 2, False))
+    assert batch_fixed_reason(plain) == (
+        "the loader has a batch_sampler of its own (BatchSampler); give the DataLoader its sampler, batch_size and "
+        "drop_last instead"
     )
     assert batch_fixed_reason(DataLoader(numbers(), batch_size=None)) == (
         "the loader has batch_size=None: the data set makes the batches"
@@ -181,11 +230,30 @@ UNSHARDED = "the IterableDataset gives the same samples in every worker: split i
         (Unsharded, UNSHARDED),
         (UnshardedAndShuffled, UNSHARDED),
         (UnshardedAndShuffledInPython, UNSHARDED),
+        (UnshardedAndShuffledByWorker, UNSHARDED),
     ],
 )
 def test_workers_are_offered_only_where_sharding_was_seen(dataset_class: Any, reason: str | None) -> None:
     loader = DataLoader(dataset_class(), batch_size=2)
     assert workers_fixed_reason(loader, (dataset_class(), dataset_class())) == reason
+    assert get_worker_info() is None
+
+
+def test_what_worker_init_fn_does_to_the_data_set_counts() -> None:
+    def reason(dataset_class: Any, worker_init_fn: Any) -> str | None:
+        loader = DataLoader(dataset_class(), worker_init_fn=worker_init_fn)
+        return workers_fixed_reason(loader, (dataset_class(), dataset_class()))
+
+    assert reason(ShardedFromOutside, None) == UNSHARDED
+    assert reason(ShardedFromOutside, shard) is None
+    assert reason(UnshardedAndShuffledInPython, shuffle_by_worker) == UNSHARDED
+    loader = rebuilt(DataLoader(ShardedFromOutside(), batch_size=2, worker_init_fn=shard), {"num_workers": 2})
+    assert sorted(value for batch in loader for value in batch.tolist()) == list(range(10))
+
+
+def test_a_stream_that_fails_in_a_worker_gets_none() -> None:
+    reason = workers_fixed_reason(DataLoader(MainProcessOnly()), (MainProcessOnly(), MainProcessOnly()))
+    assert reason == ("the IterableDataset does not run in a worker (RuntimeError: the handle is the main process's)")
     assert get_worker_info() is None
 
 
@@ -226,12 +294,13 @@ def test_everything_but_the_change_stays() -> None:
         generator=generator,
         prefetch_factor=5,
         persistent_workers=True,
+        in_order=False,
     )
     changed = rebuilt(loader, {"batch_size": 4, "num_workers": 2})
     assert (changed.batch_size, changed.num_workers) == (4, 2)
     for attribute in (
         "dataset", "sampler", "collate_fn", "drop_last", "timeout", "worker_init_fn", "generator", "prefetch_factor",
-        "persistent_workers", "pin_memory",
+        "persistent_workers", "pin_memory", "in_order",
     ):  # fmt: skip
         assert getattr(changed, attribute) == getattr(loader, attribute), attribute
     assert changed.multiprocessing_context.get_start_method() == "fork"
@@ -266,6 +335,8 @@ def test_where_the_batch_is_fixed_the_workers_can_change_all_the_same() -> None:
         assert changed.num_workers == 1
         assert rebuilt(loader, {"batch_size": 7, "num_workers": 0}) is loader
     assert [batch[0].tolist() for batch in rebuilt(own, {"num_workers": 1})] == [[0, 1, 2], [3]]
+    plain = DataLoader(numbers(), batch_sampler=BatchSampler(SequentialSampler(range(5)), 2, True))
+    assert [batch[0].tolist() for batch in rebuilt(plain, {"batch_size": 7, "num_workers": 1})] == [[0, 1], [2, 3]]
     assert [len(batch) for batch in rebuilt(ready, {"num_workers": 1})] == [2, 3]
 
 
@@ -279,6 +350,14 @@ def test_counted_keeps_the_loader_and_wraps_its_collate_once() -> None:
     assert all(isinstance(batch, Counted) for batch in batches)
     assert [batch.samples for batch in batches] == [2, 2, 1]
     assert batches[0].data.tolist() == [0, 1]
+
+
+def test_a_subclass_that_takes_batches_apart_finds_its_own() -> None:
+    loader = TakesBatchesApart(TensorDataset(torch.ones(5, 2), torch.arange(5)), batch_size=2)
+    for _ in range(2):
+        batches = [MicroBatch(*micro_batch) for window in WindowLoader(counted(loader), 1) for micro_batch in window]
+        assert [batch.samples for batch in batches] == [2, 2, 1]
+        assert batches[0].data[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
 def test_counted_after_rebuilding_counts_once() -> None:
