@@ -9,13 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.api import fit
+    from autotune.api import fit, verify
     from autotune.result import TuningResult, load
 
 __version__ = "0.1.0"
-__all__ = ["TuningResult", "__version__", "fit", "load"]
+__all__ = ["TuningResult", "__version__", "fit", "load", "verify"]
 
-_HOMES = {"fit": "autotune.api", "load": "autotune.result", "TuningResult": "autotune.result"}
+_HOMES = {
+    "fit": "autotune.api",
+    "verify": "autotune.api",
+    "load": "autotune.result",
+    "TuningResult": "autotune.result",
+}
 
 
 def __getattr__(name: str) -> Any:

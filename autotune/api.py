@@ -20,7 +20,7 @@ from autotune.gpu_watch import occupied
 from autotune.knobs.registry import KNOBS
 from autotune.machine import read_machine_facts
 from autotune.nvml import gpu_used_bytes
-from autotune.options import CheckReport, MemoryReport, SearchOptions
+from autotune.options import VERIFY_BUDGET_SECONDS, CheckReport, MemoryReport, SearchOptions, VerifyReport
 from autotune.processes.pool import TrialPool
 from autotune.processes.watched import WatchedBackend
 from autotune.quantities import parse_duration, parse_names, parse_size
@@ -40,6 +40,7 @@ from autotune.records import (
 from autotune.result import TuningResult, load
 from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
+from autotune.search.changes import changes_since
 from autotune.search.memory import find_ceiling
 from autotune.search.pace import pace_for
 from autotune.search.preview import preview
@@ -48,11 +49,12 @@ from autotune.search.search import Search
 from autotune.search.session import Session
 from autotune.search.study import Study, stored_records, workload_identity
 from autotune.search.tables import DirectoryLock
+from autotune.search.verify import verify as verify_recommendation
 from autotune.search.watcher import QuietWatcher, SearchWatcher
 from autotune.space import SearchSpace, build_space, refuse_unknown
-from autotune.workload import Workload, workload_from_functions
+from autotune.workload import ROLES, Workload, workload_from_functions
 
-__all__ = ["check", "fit", "load", "memory", "open_study", "search"]
+__all__ = ["check", "fit", "load", "memory", "open_study", "search", "verify", "verify_workload"]
 
 RESULT_NAME = "best.json"
 FEWEST_TRIALS = 3
@@ -100,20 +102,9 @@ def fit(
     Raises `UserError` (a ValueError) for what the user can change, with a sentence that says so, `NoAnswerError` where
     there is no answer for another reason, `SearchInterrupted` (a KeyboardInterrupt) after Ctrl-C, with the best so far.
     """
-    if os.environ.get("AUTOTUNE_CHILD"):
-        raise UserError(
-            "fit was reached again inside a trial process: importing the script runs it. Put the call under "
-            '`if __name__ == "__main__":`'
-        )
-    given = {
-        "model_fn": model_fn,
-        "data_fn": data_fn,
-        "loss_fn": loss_fn,
-        "optimizer_fn": optimizer_fn,
-        "scheduler_fn": scheduler_fn,
-    }
+    _refuse_in_a_child("fit")
     options = SearchOptions(
-        budget_seconds=parse_duration(budget) if isinstance(budget, str) else float(budget),
+        budget_seconds=_seconds(budget),
         trials=trials,
         space=space,
         only=parse_names(only) if isinstance(only, str) else tuple(only),
@@ -131,13 +122,39 @@ def fit(
         fresh=fresh,
         clip_grad_norm=clip_grad_norm,
     )
-    workload = workload_from_functions({role: function for role, function in given.items() if function is not None})
+    workload = _workload(model_fn, data_fn, loss_fn, optimizer_fn, scheduler_fn)
+    with _watcher(quiet) as watcher:
+        return search(workload, options, watcher)
+
+
+def _refuse_in_a_child(called: str) -> None:
+    if os.environ.get("AUTOTUNE_CHILD"):
+        raise UserError(
+            f"{called} was reached again inside a trial process: importing the script runs it. Put the call under "
+            '`if __name__ == "__main__":`'
+        )
+
+
+def _workload(*functions: Callable[..., Any] | None) -> Workload:
+    """Of the functions in the order of their roles; those that are None were not given."""
+    given = dict(zip(ROLES, functions, strict=True))
+    return workload_from_functions({role: function for role, function in given.items() if function is not None})
+
+
+def _seconds(budget: str | float) -> float:
+    return parse_duration(budget) if isinstance(budget, str) else float(budget)
+
+
+@contextmanager
+def _watcher(quiet: bool) -> Iterator[SearchWatcher]:
+    """Shows progress on stderr, or nothing."""
     if quiet:
-        return search(workload, options, QuietWatcher())
+        yield QuietWatcher()
+        return
     from autotune.report.terminal import LiveView
 
     with LiveView(sys.stderr) as watcher:
-        return search(workload, options, watcher)
+        yield watcher
 
 
 def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> TuningResult:
@@ -191,7 +208,11 @@ def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) ->
 def _scratch(options: SearchOptions) -> Iterator[SearchOptions]:
     """The options with a directory of their own; it stays where something failed, for the output that is in it."""
     directory = Path(tempfile.mkdtemp(prefix="autotune-"))
-    yield dataclasses.replace(options, study=directory)
+    try:
+        yield dataclasses.replace(options, study=directory)
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -211,6 +232,67 @@ def memory(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
             limit_bytes=session.memory_limit_bytes(),
             warnings=tuple(session.warnings),
         )
+
+
+def verify(
+    result: TuningResult,
+    model_fn: Callable[[], Any],
+    data_fn: Callable[[], Any],
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer_fn: Callable[[Any], Any] | None = None,
+    scheduler_fn: Callable[[Any], Any] | None = None,
+    budget: str | float = VERIFY_BUDGET_SECONDS,
+    quiet: bool = False,
+) -> VerifyReport:
+    """Whether a result still holds: on another driver, torch or GPU, or after a change of the model.
+
+    Measures the user's program and what was recommended in turn, in fresh processes, checks that both still train the
+    same, and says what changed since. `report.holds` is the answer, `report.verdict` a sentence. The options of the
+    search (device, batch, memory limit, clipping) are those that the result holds. Leaves no files.
+
+    Raises as `fit` does, and a plain KeyboardInterrupt after Ctrl-C.
+    """
+    _refuse_in_a_child("verify")
+    workload = _workload(model_fn, data_fn, loss_fn, optimizer_fn, scheduler_fn)
+    budget_seconds = _seconds(budget)
+    with _watcher(quiet) as watcher:
+        return verify_workload(result.recommendation, workload, budget_seconds, watcher)
+
+
+def verify_workload(
+    claimed: Recommendation, workload: Workload, budget_seconds: float, watcher: SearchWatcher
+) -> VerifyReport:
+    """What `verify` does, for a workload of either origin."""
+    if claimed.settings.conditions.device == "cuda" and not read_machine_facts().gpus:
+        raise UserError("the result was measured on a GPU (device cuda), and this machine shows none")
+    options = _options_of(claimed, budget_seconds)
+    with _scratch(options) as options, _opened(workload, options, watcher) as opened:
+        changed = changes_since(claimed, opened.session.facts, workload.reference(), __version__)
+        for change in changed:
+            watcher.note(f"changed since the search: {change}")
+        return verify_recommendation(opened.session, claimed, changed)
+
+
+def _options_of(claimed: Recommendation, budget_seconds: float) -> SearchOptions:
+    """What the search was asked for, as far as it decides what is measured."""
+    settings, conditions, workload = claimed.settings, claimed.settings.conditions, claimed.workload
+    held = conditions.global_batch_size
+    # The batch of the user's own DataLoader was held because it was that, and today's is held again.
+    of_the_loader = workload.batch_held and held == workload.batch_size
+    return SearchOptions(
+        budget_seconds=budget_seconds,
+        space="thorough",  # every value that may have been recommended
+        blocks=settings.blocks,
+        global_batch_size=None if of_the_loader else held,
+        free_batch=held is None,
+        objective=settings.objective,
+        memory_limit_bytes=conditions.memory_limit_bytes,
+        memory_margin=conditions.memory_margin,
+        device=conditions.device,
+        seed=conditions.seed,
+        clip_grad_norm=conditions.clip_grad_norm,
+    )
 
 
 def open_study(directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]:
@@ -363,6 +445,7 @@ def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace
         space=options.space,
         only=options.only,
         fixed={name: space.start[name] for name in options.fixed},
+        blocks=options.blocks,
         free_batch=options.free_batch,
         train_samples=options.train_samples,
         conditions=conditions,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 import autotune
 from autotune.errors import UserError
-from autotune.options import DeviceKind, Objective, SearchOptions
+from autotune.options import VERIFY_BUDGET_SECONDS, DeviceKind, Objective, SearchOptions
 from autotune.quantities import (
     format_duration,
     parse_assignments,
@@ -29,17 +29,26 @@ examples:
   autotune memory train.py                does it fit, and how far does the batch go?
   autotune search train.py --budget 10m   the fastest settings that fit and train the same
   autotune export autotune-study/best.json --to python > train_fast.py
+  autotune verify autotune-study/best.json     does it still hold, on this torch, driver, GPU and model?
 """
 TARGET_HELP = (
     "FILE.py or package.module with model_fn and data_fn; loss_fn, optimizer_fn and scheduler_fn if it has them"
 )
+JSON_HELP = "print JSON on stdout; progress goes to stderr either way"
 
 Parsed = TypeVar("Parsed")
 
 
 def parse_arguments(argv: list[str], *, export_forms: list[str]) -> argparse.Namespace:
     """What was asked; `command` is its name. Raises `UserError`, and SystemExit(0) after `--help` and `--version`."""
-    return _parser(export_forms).parse_args(argv)
+    parser = _parser(export_forms)
+    arguments, left = parser.parse_known_args(argv)
+    # argparse takes an optional positional for missing where an option stands between it and the one before.
+    if arguments.command == "verify" and arguments.target is None and left and not left[0].startswith("-"):
+        arguments.target, *left = left
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    return arguments
 
 
 def search_options(arguments: argparse.Namespace) -> SearchOptions:
@@ -78,6 +87,7 @@ def _parser(export_forms: list[str]) -> _Parser:
     _add_workload_options(check)
     memory = _add_command(commands, "memory", "find how large a batch fits, with each way to save memory")
     _add_workload_options(memory)
+    _add_verify(commands)
     _add_command(commands, "knobs", "list what can be moved")
     _add_command(commands, "spaces", "list the presets that --space takes")
     show = _add_command(commands, "show", "list all trials of a study, and why the failed ones failed")
@@ -86,6 +96,24 @@ def _parser(export_forms: list[str]) -> _Parser:
     export.add_argument("result", metavar="BEST.json", type=Path, help="the file that a search or save wrote")
     export.add_argument("--to", dest="form", choices=export_forms, required=True, help="the form to print")
     return parser
+
+
+def _add_verify(commands: Any) -> None:
+    verify = _add_command(commands, "verify", "measure a result again and say whether it still holds")
+    verify.epilog = "Exit code: 0 it holds, 1 it does not (or there was no answer), 2 something of yours is at fault."
+    verify.add_argument("result", metavar="BEST.json", type=Path, help="the file that a search or save wrote")
+    verify.add_argument(
+        "target", metavar="TARGET", nargs="?", help=f"{TARGET_HELP} (default: where the search found it)"
+    )
+    verify.add_argument(
+        "--budget",
+        dest="budget_seconds",
+        type=_checked(parse_duration),
+        metavar="TIME",
+        default=VERIFY_BUDGET_SECONDS,
+        help=f"time it may take at most (default {format_duration(VERIFY_BUDGET_SECONDS)})",
+    )
+    verify.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def _add_command(commands: Any, name: str, summary: str) -> _Parser:
@@ -150,7 +178,7 @@ def _add_workload_options(parser: _Parser) -> None:
     _option(
         parser, "--seed", "seed", parse_seed, f"of the weights and of the search (default {DEFAULTS.seed})", metavar="N"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout; progress goes to stderr either way")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def _add_search_options(parser: _Parser) -> None:

@@ -1,8 +1,8 @@
 """The command line: calls `autotune.api` with what is asked, prints what came back, and decides the exit code.
 
 Exit codes: 0 an answer, "keep your settings" included; 2 the user's input is at fault and the message says what to
-change; 130 interrupted, the best so far kept; 1 ended without an answer for another reason. The answer goes to stdout,
-everything else to stderr.
+change; 130 interrupted, the best so far kept; 1 ended without an answer for another reason, and from `verify` also: it
+does not hold any more. The answer goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Protocol
 import autotune.export
 from autotune.arguments import parse_arguments, search_options
 from autotune.errors import NoAnswerError, SearchInterrupted, UserError
-from autotune.options import CheckReport, MemoryReport, SearchOptions
+from autotune.options import CheckReport, MemoryReport, SearchOptions, VerifyReport
 from autotune.records import Probe, Recommendation, Record, Trial
 from autotune.search.watcher import SearchWatcher
-from autotune.workload import Workload, workload_from_target
+from autotune.workload import Workload, workload_from_reference, workload_from_target
 
 if TYPE_CHECKING:
     from autotune.report.document import Document
 
 ANSWER, NO_ANSWER, USER_AT_FAULT, INTERRUPTED = 0, 1, 2, 130
+DOES_NOT_HOLD = 1
+"""As `cmp` and `diff` have it: whoever asks in a script wants to branch on the answer."""
 
 
 class HoldsRecommendation(Protocol):
@@ -44,6 +46,10 @@ class Api(Protocol):
     def check(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport: ...
 
     def memory(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport: ...
+
+    def verify_workload(
+        self, claimed: Recommendation, workload: Workload, budget_seconds: float, watcher: SearchWatcher
+    ) -> VerifyReport: ...
 
     def load(self, path: Path) -> HoldsRecommendation: ...
 
@@ -139,6 +145,27 @@ def _memory(arguments: argparse.Namespace, load_api: LoadApi) -> int:
     return ANSWER
 
 
+def _verify(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    from autotune.report.terminal import LiveView
+    from autotune.report.verification import verification_document
+
+    api = load_api()
+    claimed = api.load(arguments.result).recommendation
+    if arguments.target is not None:
+        workload = workload_from_target(arguments.target)
+    else:
+        workload = workload_from_reference(claimed.reference)
+    try:
+        with LiveView(sys.stderr) as watcher:
+            watcher.note(f"the program is {workload.location}")
+            report = api.verify_workload(claimed, workload, arguments.budget_seconds, watcher)
+    except KeyboardInterrupt:
+        print("autotune: interrupted; nothing is said about the result, which stays as it is", file=sys.stderr)
+        return INTERRUPTED
+    _print_answer(arguments, report, lambda: verification_document(report))
+    return ANSWER if report.holds else DOES_NOT_HOLD
+
+
 def _knobs(arguments: argparse.Namespace, load_api: LoadApi) -> int:
     from autotune.knobs.registry import KNOBS
     from autotune.report.listings import KnobLine, knobs_document
@@ -180,6 +207,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, LoadApi], int]] = {
     "search": _search,
     "check": _check,
     "memory": _memory,
+    "verify": _verify,
     "knobs": _knobs,
     "spaces": _spaces,
     "show": _show_study,

@@ -1,4 +1,4 @@
-"""What a person can ask for, and what `check` and `memory` answer: shared by `autotune.fit` and the command line."""
+"""What a person can ask for, and what `check`, `memory` and `verify` answer: for `autotune.fit` and the command line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Literal, get_args
 
 from autotune.config import TrainingConfig, Value
 from autotune.errors import UserError
-from autotune.records import SCHEMA_VERSION, Ceiling, Record, SearchFacts
+from autotune.records import SCHEMA_VERSION, Answer, Ceiling, Failure, ParityResult, Record, SearchFacts
 
 Objective = Literal["throughput", "memory"]
 DeviceKind = Literal["cuda", "cpu"]
+VerifyOutcome = Literal[
+    "holds", "holds_differently", "no_longer_better", "trains_differently", "no_longer_runs", "unclear"
+]
+HOLDING: frozenset[VerifyOutcome] = frozenset({"holds", "holds_differently"})
+"""The outcomes that say: the recommendation is still worth following."""
+VERIFY_BUDGET_SECONDS = 300.0
+"""What `verify` may take by default; it ends as soon as the answer is clear."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +114,30 @@ class MemoryReport(Record):
     limit_bytes: int | None
     """What the processes were allowed: the card, or the limit that was asked for; None on a CPU without one."""
     warnings: tuple[str, ...] = ()
+
+
+class VerifyReport(Record):
+    """What `autotune verify` found: a recommendation of an earlier search, measured again today."""
+
+    schema_version: int = SCHEMA_VERSION
+    outcome: VerifyOutcome
+    verdict: str
+    """The answer in a sentence or two."""
+    changed: tuple[str, ...]
+    """What differs from the machine and the program that it was found with, one sentence each."""
+    baseline_then: Answer
+    best_then: Answer
+    baseline: Answer
+    """The user's program, measured today."""
+    best: Answer | None
+    """What was recommended, measured today; None where it was not measured to the end, or is the baseline."""
+    parity: ParityResult | None
+    """Today's check that it trains the same; None where nothing that is computed differs, or it came to no check."""
+    failure: Failure | None
+    warnings: tuple[str, ...] = ()
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the recommendation is still worth following."""
+        return self.outcome in HOLDING

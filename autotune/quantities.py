@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -146,3 +147,8 @@ def format_ratio(ratio: float) -> str:
 def format_error(relative_error: float) -> str:
     """A relative error as a percentage: `21 %`, `0.05 %`, `2e-05 %`, `0 %`."""
     return f"{relative_error * 100:.2g} %"
+
+
+def format_cosine(cosine: float) -> str:
+    """Six digits, never rounded up to 1: `1`, `0.999998`, `0.93`, `-0.2`."""
+    return f"{math.floor(cosine * 1e6) / 1e6:.6g}"

@@ -449,6 +449,8 @@ class Settings(Record):
     space: str
     only: tuple[str, ...] = ()
     fixed: dict[str, Value] = Field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+    """Modules, or their class, to recompute or compile one by one; empty: they were looked for."""
     free_batch: bool = False
     train_samples: int | None = None
     conditions: Conditions

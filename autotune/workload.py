@@ -76,28 +76,12 @@ def workload_from_target(target: str) -> Workload:
 
     Reads the file's text, to find out which functions it defines, but does not run it. Raises `WorkloadError`.
     """
-    if target.endswith(".py") or os.sep in target:
-        path = Path(target)
-        if not path.is_file():
-            raise WorkloadError(f"no such file: {target}")
-        search_path = (str(path.resolve().parent),)
-    else:
-        sys.path.insert(0, os.getcwd())
-        try:
-            spec = importlib.util.find_spec(target)
-        except (ImportError, ValueError):
-            spec = None
-        finally:
-            sys.path.pop(0)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            raise WorkloadError(
-                f"no module named {target!r} here; give a path that ends in .py, or a dotted module name"
-            )
-        path = Path(spec.origin)
-        search_path = (os.getcwd(),)
-    source = path.read_text(encoding="utf-8", errors="replace")
+    is_file = target.endswith(".py") or os.sep in target
+    path = Path(target) if is_file else _module_file(target)
+    search_path = (str(path.resolve().parent),) if is_file else (os.getcwd(),)
+    source = _read(path, target)
     names = _names_in_source(source, str(target), path.resolve().parent)
-    if target.endswith(".py") or os.sep in target:
+    if is_file:
         return Workload("file", str(path.resolve()), names, None, search_path, _hash_text(source))
     return Workload(
         "module",
@@ -107,6 +91,60 @@ def workload_from_target(target: str) -> Workload:
         search_path,
         _hash_text(source),
     )
+
+
+def workload_from_reference(reference: WorkloadReference) -> Workload:
+    """The workload that a result says it was made with, read from the place that the result names.
+
+    Imports nothing. Raises `WorkloadError` where the functions are not there any more, and where the result does not
+    say where they are, since they were handed over by value.
+    """
+    if reference.form == "value":
+        raise WorkloadError(
+            f"the result does not say where its functions can be imported from (they were handed over by value, in "
+            f"{reference.location}): give TARGET, a file or module that defines {' and '.join(reference.names)}, or "
+            "call autotune.verify in the program that has them"
+        )
+    place = f"{reference.location}:" if reference.form == "module" else ""
+    try:
+        if all(name == f"{place}{role}" for role, name in reference.names.items()):
+            return workload_from_target(reference.location)
+        return _renamed(reference)
+    except WorkloadError as error:
+        message = f"the program that the result names: {error}; give TARGET if it lies elsewhere now"
+        raise WorkloadError(message, error.detail) from None
+
+
+def _renamed(reference: WorkloadReference) -> Workload:
+    """The functions that `fit` was given have other names than their roles, and may lie in several modules."""
+    if reference.form == "file":
+        path = Path(reference.location)
+        source_hash = _hash_text(_read(path, reference.location))
+        return Workload("file", str(path), reference.names, None, (str(path.parent),), source_hash)
+    modules = [name.partition(":")[0] for _, name in sorted(reference.names.items())]
+    sources = dict.fromkeys(_read(_module_file(module), module) for module in modules)
+    source_hash = _hash_text("\n".join(sources))
+    return Workload("module", reference.location, reference.names, None, (os.getcwd(),), source_hash)
+
+
+def _read(path: Path, shown: str) -> str:
+    if not path.is_file():
+        raise WorkloadError(f"no such file: {shown}")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _module_file(name: str) -> Path:
+    """The file of a module that can be imported from here; finding it imports the packages around it."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.pop(0)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise WorkloadError(f"no module named {name!r} here; give a path that ends in .py, or a dotted module name")
+    return Path(spec.origin)
 
 
 def _names_in_source(source: str, shown: str, directory: Path) -> dict[str, str]:
@@ -182,7 +220,8 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
     for role, function in functions.items():
         if not callable(function):
             raise WorkloadError(f"{role} must be a function, not {type(function).__name__}")
-    source_hash = _hash_text("\n".join(_source_of(function) for _, function in sorted(functions.items())))
+    sources = dict.fromkeys(_source_of(function) for _, function in sorted(functions.items()))
+    source_hash = _hash_text("\n".join(sources))
     search_path = tuple(entry or os.getcwd() for entry in sys.path)
     if all(_importable(function) for function in functions.values()):
         names = {role: f"{function.__module__}:{function.__qualname__}" for role, function in functions.items()}

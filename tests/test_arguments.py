@@ -96,3 +96,26 @@ def test_a_fix_that_is_no_assignment_names_the_option() -> None:
     arguments = parse_arguments(["search", "train.py", "--fix", "batch_size"])
     with pytest.raises(UserError, match="argument --fix: 'batch_size' is not an assignment; write it as batch_size=32"):
         search_options(arguments)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["best.json", "train.py", "--budget", "90s", "--json"],
+        ["best.json", "--budget", "90s", "--json", "train.py"],
+        ["--json", "best.json", "train.py", "--budget", "90s"],
+    ],
+)
+def test_verify_takes_the_target_wherever_it_stands(argv: list[str]) -> None:
+    arguments = parse_arguments(["verify", *argv])
+    assert (arguments.result, arguments.target) == (Path("best.json"), "train.py")
+    assert (arguments.budget_seconds, arguments.json) == (90.0, True)
+
+
+def test_verify_needs_no_target_and_takes_one_alone() -> None:
+    arguments = parse_arguments(["verify", "best.json"])
+    assert (arguments.target, arguments.budget_seconds, arguments.json) == (None, 300.0, False)
+    with pytest.raises(UserError, match="unrecognized arguments: other.py"):
+        parse_arguments(["verify", "best.json", "--json", "train.py", "other.py"])
+    with pytest.raises(UserError, match="unrecognized arguments: --device"):
+        parse_arguments(["verify", "best.json", "--device", "cpu"])

@@ -13,12 +13,12 @@ from autotune.cli import Api, run
 from autotune.config import TrainingConfig
 from autotune.errors import NoAnswerError, SearchInterrupted, UserError
 from autotune.export.json import export
-from autotune.options import CheckReport, MemoryReport, SearchOptions
+from autotune.options import CheckReport, MemoryReport, SearchOptions, VerifyOutcome, VerifyReport
 from autotune.records import Probe, Recommendation, Trial
 from autotune.result import TuningResult
 from autotune.search.watcher import SearchWatcher
 from autotune.workload import Workload
-from tests.report.sample_records import ceiling, recommendation, search_facts, trial
+from tests.report.sample_records import ceiling, recommendation, search_facts, trial, verify_report
 
 
 class RecordedApi:
@@ -27,6 +27,8 @@ class RecordedApi:
     def __init__(self, outcome: BaseException | None = None) -> None:
         self.outcome = outcome
         self.asked: list[tuple[str, str, SearchOptions]] = []
+        self.loaded = recommendation()
+        self.verified = verify_report()
 
     def _ask(self, what: str, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> None:
         self.asked.append((what, workload.location, options))
@@ -47,10 +49,17 @@ class RecordedApi:
         own = ceiling(memory_class={})
         return MemoryReport(facts=search_facts(), baseline=TrainingConfig({}), ceilings=(own,), limit_bytes=None)
 
+    def verify_workload(
+        self, claimed: Recommendation, workload: Workload, budget_seconds: float, watcher: SearchWatcher
+    ) -> VerifyReport:
+        assert claimed == self.loaded
+        self._ask("verify", workload, SearchOptions(budget_seconds=budget_seconds), watcher)
+        return self.verified
+
     def load(self, path: Path) -> TuningResult:
-        if self.outcome is not None:
+        if isinstance(self.outcome, UserError):
             raise self.outcome
-        return TuningResult(recommendation())
+        return TuningResult(self.loaded)
 
     def open_study(self, directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]:
         return recommendation(), [trial(0, {}, rate=1000.0, stage="baseline")], []
@@ -95,6 +104,43 @@ def test_check_and_memory_are_reported(program: str, capsys: pytest.CaptureFixtu
     assert "Your program is understood" in capsys.readouterr().out
     assert outcome(RecordedApi(), "memory", program) == 0
     assert "It fits: your batch is 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("outcome_", "exit_code"),
+    [
+        ("holds", 0), ("holds_differently", 0), ("no_longer_better", 1), ("trains_differently", 1),
+        ("no_longer_runs", 1), ("unclear", 1),
+    ],
+)  # fmt: skip
+def test_the_exit_code_of_verify_is_its_answer(
+    outcome_: VerifyOutcome, exit_code: int, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = RecordedApi()
+    api.verified = verify_report(outcome=outcome_)
+    assert outcome(api, "verify", "best.json", program, "--budget", "90s") == exit_code
+    assert api.asked == [("verify", program, SearchOptions(budget_seconds=90))]
+    printed = capsys.readouterr()
+    assert printed.out.startswith("It holds: precision=bf16")
+    assert printed.err.startswith(f"note: the program is {program}\n")
+    assert outcome(api, "verify", "best.json", program, "--json") == exit_code
+    assert VerifyReport.model_validate_json(capsys.readouterr().out) == api.verified
+
+
+def test_verify_finds_the_program_that_the_result_names(program: str) -> None:
+    api = RecordedApi()
+    names = {"model_fn": "model_fn", "data_fn": "data_fn"}
+    reference = api.loaded.reference.model_copy(update={"location": program, "names": names})
+    api.loaded = api.loaded.model_copy(update={"reference": reference})
+    assert outcome(api, "verify", "best.json") == 0
+    assert api.asked == [("verify", program, SearchOptions(budget_seconds=300))]
+
+
+def test_verify_interrupted_is_a_sentence(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(KeyboardInterrupt()), "verify", "best.json", program) == 130
+    assert capsys.readouterr().err.endswith(
+        "autotune: interrupted; nothing is said about the result, which stays as it is\n"
+    )
 
 
 def test_an_interrupted_search_shows_the_best_so_far(program: str, capsys: pytest.CaptureFixture[str]) -> None:

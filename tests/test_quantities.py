@@ -4,6 +4,7 @@ import pytest
 
 from autotune.quantities import (
     format_bytes,
+    format_cosine,
     format_duration,
     format_error,
     format_rate,
@@ -137,3 +138,10 @@ def test_a_seed_is_what_every_generator_takes() -> None:
     for text in ("x", "-1", "1.5", "4294967296"):
         with pytest.raises(ValueError, match="whole number from 0"):
             parse_seed(text)
+
+
+@pytest.mark.parametrize(
+    ("cosine", "shown"), [(1.0, "1"), (0.9999999, "0.999999"), (0.99998, "0.99998"), (0.93, "0.93"), (-0.2, "-0.2")]
+)
+def test_a_cosine_is_never_rounded_up_to_1(cosine: float, shown: str) -> None:
+    assert format_cosine(cosine) == shown

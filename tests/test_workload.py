@@ -12,7 +12,15 @@ import pytest
 
 from autotune import workload as workload_module
 from autotune.errors import WorkloadError
-from autotune.workload import UserFunctions, Workload, load_functions, workload_from_functions, workload_from_target
+from autotune.records import WorkloadReference
+from autotune.workload import (
+    UserFunctions,
+    Workload,
+    load_functions,
+    workload_from_functions,
+    workload_from_reference,
+    workload_from_target,
+)
 
 PLAIN = """
 def model_fn():
@@ -294,3 +302,52 @@ def test_functions_that_come_by_a_star_are_found_without_running_anything(tmp_pa
     (tmp_path / "train.py").write_text("from torch.nn import *\nfrom parts import *\ndef data_fn(): ...\n")
     workload = workload_from_target(str(tmp_path / "train.py"))
     assert set(workload.names) == {"model_fn", "data_fn", "loss_fn"}
+
+
+# --- from a result ---
+
+
+def test_a_result_leads_back_to_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = written(tmp_path, PLAIN, "the_program_of_a_result.py")
+    monkeypatch.chdir(tmp_path)
+    for target_ in (target, "the_program_of_a_result"):
+        workload = workload_from_target(target_)
+        assert workload_from_reference(workload.reference()) == workload
+        assert workload.reference().source_hash == workload_from_target(target).source_hash
+
+
+def test_functions_of_other_names_are_found_where_fit_had_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, "def make_data():\n    return 'data'\n", "data_of_a_result.py")
+    written(tmp_path, "def make_model():\n    return 'model'\n", "model_of_a_result.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import data_of_a_result
+    import model_of_a_result
+
+    given = workload_from_functions(
+        {"model_fn": model_of_a_result.make_model, "data_fn": data_of_a_result.make_data}
+    )  # fmt: skip
+    again = workload_from_reference(given.reference())
+    assert (again.form, again.names, again.source_hash) == (given.form, given.names, given.source_hash)
+    assert load_functions(again).data_fn() == "data"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"form": "value", "location": "notebook"},
+            "they were handed over by value, in notebook): give TARGET, a file or module that defines model_fn and "
+            "data_fn, or call autotune.verify in the program that has them",
+        ),
+        ({}, "the program that the result names: no such file: gone.py; give TARGET if it lies elsewhere now"),
+        ({"names": {"model_fn": "a.b"}}, "no such file: gone.py; give TARGET"),
+        ({"form": "module", "location": "gone.module", "names": {"model_fn": "gone.module:f"}}, "no module named"),
+    ],
+)
+def test_a_result_whose_program_is_not_there_asks_for_it(changes: dict[str, Any], sentence: str) -> None:
+    names = {"model_fn": "model_fn", "data_fn": "data_fn"}
+    reference = WorkloadReference(form="file", location="gone.py", names=names, source_hash="0" * 12)
+    with pytest.raises(WorkloadError) as told:
+        workload_from_reference(reference.model_copy(update=changes))
+    assert sentence in str(told.value)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.config import TrainingConfig, value_text
-from autotune.quantities import format_bytes, format_duration, format_error, format_rate, format_ratio
-from autotune.records import Answer, Ceiling, Recommendation
+from autotune.quantities import format_bytes, format_cosine, format_duration, format_error, format_rate, format_ratio
+from autotune.records import Answer, Ceiling, ParityResult, Recommendation
 from autotune.report.document import (
     Block,
     Document,
@@ -33,7 +33,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         Lines(
             "Trains the same",
             (
-                *_parity_lines(recommendation.best, recommendation.keep),
+                *_parity_of(recommendation.best, recommendation.keep),
                 f"the loss: {recommendation.workload.loss_convention}",
             ),
         ),
@@ -68,7 +68,7 @@ def _answer_grid(title: str, answers: dict[str, Answer], recommendation: Recomme
     ]
     measured: list[tuple[str, Callable[[Answer], str | None]]] = [
         ("samples/s", lambda answer: format_rate(answer.samples_per_second)),
-        ("  95 % interval", lambda answer: _interval_text(format_rate, answer.interval)),
+        ("  95 % interval", lambda answer: interval_text(format_rate, answer.interval)),
         ("loss weight/s (tokens)", lambda answer: _optional(format_rate, answer.weight_per_second)),
         ("effective batch", lambda answer: f"{answer.effective_batch_size:,}"),
         (
@@ -91,14 +91,14 @@ def _optional(format_number: Callable[[float], str], number: float | None) -> st
     return None if number is None else format_number(number)
 
 
-def _interval_text(format_number: Callable[[float], str], interval: tuple[float, float]) -> str:
+def interval_text(format_number: Callable[[float], str], interval: tuple[float, float]) -> str:
     """Both ends; an interval without a finite upper end says that the spread was not seen."""
     low, high = interval
     return "spread not seen" if high >= NO_UPPER_END else f"{format_number(low)} to {format_number(high)}"
 
 
 def _speedup_text(answer: Answer) -> str:
-    interval = _interval_text(format_ratio, answer.speedup.interval)
+    interval = interval_text(format_ratio, answer.speedup.interval)
     return f"{format_ratio(answer.speedup.value)} the speed of your settings (95 % interval: {interval})"
 
 
@@ -127,33 +127,48 @@ def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
     return (f"{ratio}; measured again {times} in fresh processes{beside}",)
 
 
-def _parity_lines(answer: Answer, keep: bool) -> tuple[str, ...]:
-    parity = answer.parity
+def _parity_of(answer: Answer, keep: bool) -> tuple[str, ...]:
     if keep:
         return ("nothing is changed",)
     if answer.computes_the_same:
         return ("yes: only how batches are loaded is changed, nothing that is computed",)
-    if parity is None:
+    if answer.parity is None:
         return ("not checked against your step in fp32",)
+    return parity_lines(answer.parity)
+
+
+def parity_lines(parity: ParityResult) -> tuple[str, ...]:
+    """What the check of a configuration against the user's step in fp32 showed, one sentence a line."""
     checked = f"{parity.micro_batch_size} x {parity.micro_batches_per_step} samples"
     lines = [
         f"{'yes' if parity.passed else 'no'}: {parity.reason}",
         f"the gradient of one step ({checked}) differs from your fp32 eager one by "
         f"{format_error(parity.relative_error)}; allowed {format_error(parity.tolerance)}, "
-        f"rounding alone gives {format_error(parity.floor)}",
+        f"rounding alone gives {format_error(parity.floor)}; the cosine between them is {format_cosine(parity.cosine)}",
     ]
     if parity.worst_parameter is not None and parity.worst_parameter_error is not None:
         lines.append(f"largest difference: {format_error(parity.worst_parameter_error)}, in {parity.worst_parameter}")
     if parity.worst_buffer is not None:
         lines.append(f"buffers differ by {format_error(parity.buffer_error)} at most, in {parity.worst_buffer}")
     if parity.reference_losses and parity.candidate_losses:
-        lines.append(
-            f"loss after {len(parity.candidate_losses)} steps: {parity.candidate_losses[-1]:.5g}, "
-            f"yours in fp32 {parity.reference_losses[-1]:.5g}"
-        )
+        lines += [
+            f"loss of each step, yours in fp32: {losses_text(parity.reference_losses)}",
+            f"loss of each step, with these settings: {losses_text(parity.candidate_losses)}",
+        ]
     if parity.missing_gradients:
         lines.append(f"without a gradient: {', '.join(parity.missing_gradients)}")
     return (*lines, *parity.notes)
+
+
+LOSSES_SHOWN = 8
+
+
+def losses_text(losses: tuple[float, ...]) -> str:
+    """The first few and the last, `2.303 2.251 ... 1.98`."""
+    shown = [f"{loss:.4g}" for loss in losses]
+    if len(shown) > LOSSES_SHOWN:
+        shown[LOSSES_SHOWN - 1 : -1] = ["..."]
+    return " ".join(shown)
 
 
 def _free_batch(recommendation: Recommendation) -> Document:

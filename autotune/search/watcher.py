@@ -37,6 +37,41 @@ class SearchWatcher(Protocol):
         """What is left of the budget; negative when it is overrun."""
 
 
+class PassingWatcher:
+    """A `SearchWatcher` that passes everything on to another: for those that change one thing on the way."""
+
+    def __init__(self, watcher: SearchWatcher) -> None:
+        self._watcher = watcher
+
+    def stage(self, stage: Stage, detail: str) -> None:
+        """Passed on."""
+        self._watcher.stage(stage, detail)
+
+    def trial_started(self, number: int, config_changes: Mapping[str, Value], stage: Stage) -> None:
+        """Passed on."""
+        self._watcher.trial_started(number, config_changes, stage)
+
+    def phase(self, phase: Phase) -> None:
+        """Passed on."""
+        self._watcher.phase(phase)
+
+    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+        """Passed on."""
+        self._watcher.trial_finished(trial, best_samples_per_second, speedup)
+
+    def probe(self, kind: str, text: str) -> None:
+        """Passed on."""
+        self._watcher.probe(kind, text)
+
+    def note(self, text: str) -> None:
+        """Passed on."""
+        self._watcher.note(text)
+
+    def time_left(self, seconds: float) -> None:
+        """Passed on."""
+        self._watcher.time_left(seconds)
+
+
 class QuietWatcher:
     """A `SearchWatcher` that keeps silent."""
 

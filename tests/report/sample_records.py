@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.config import TrainingConfig, Value
+from autotune.options import VerifyReport
 from autotune.records import (
     Answer,
     Blocks,
@@ -135,6 +136,17 @@ def recommendation(**changes: Any) -> Recommendation:
         "warnings": ("another process used the GPU",), "search_seconds": 500.0, "autotune_version": "0.1.0",
     }  # fmt: skip
     return Recommendation(**{**fields, **changes})
+
+
+def verify_report(**changes: Any) -> VerifyReport:
+    fields: dict[str, Any] = {
+        "outcome": "holds", "verdict": "It holds: precision=bf16 is 2.30 times the speed of your settings.",
+        "changed": ("torch: 2.11 then, 2.12 now",), "baseline_then": answer(BASELINE), "best_then": fast_answer(),
+        "baseline": answer(BASELINE, samples_per_second=1010.0),
+        "best": fast_answer(samples_per_second=2323.0, speedup=Ratio(value=2.3, interval=(2.2, 2.4))),
+        "parity": parity(), "failure": None, "seconds": 61.0,
+    }  # fmt: skip
+    return VerifyReport(**{**fields, **changes})
 
 
 def measurement(**changes: Any) -> Measurement:

@@ -7,7 +7,7 @@ import pytest
 
 from autotune.records import Conditions, Ratio
 from autotune.report.document import Grid
-from autotune.report.recommendation import recommendation_document
+from autotune.report.recommendation import losses_text, recommendation_document
 from autotune.report.text import describe, render
 from tests.report.sample_records import BASELINE, answer, ceiling, fast_answer, machine, parity, recommendation
 
@@ -79,7 +79,15 @@ def test_parity_tells_error_allowance_floor_and_where() -> None:
     )
     assert "largest difference: 1.3 %, in layer4.0.conv1.weight" in text
     assert "buffers differ by 0.04 % at most, in bn1.running_var" in text
-    assert "loss after 2 steps: 2.252, yours in fp32 2.2511" in text
+    assert "the cosine between them is 0.99999" in text
+    assert "loss of each step, yours in fp32: 2.303 2.251" in text
+    assert "loss of each step, with these settings: 2.303 2.252" in text
+
+
+def test_long_loss_curves_are_cut_in_the_middle() -> None:
+    losses = tuple(float(number) for number in range(20, 0, -1))
+    assert losses_text(losses) == "20 19 18 17 16 15 14 ... 1"
+    assert losses_text(losses[-8:]) == "8 7 6 5 4 3 2 1"
 
 
 def test_parity_that_failed_or_was_not_checked_is_not_hidden() -> None:

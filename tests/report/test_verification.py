@@ -1,0 +1,50 @@
+"""What is said about a recommendation that was measured again."""
+
+from __future__ import annotations
+
+from autotune.records import Failure
+from autotune.report.document import Grid
+from autotune.report.text import render
+from autotune.report.verification import verification_document
+from tests.report.sample_records import BASELINE, answer, verify_report
+
+
+def told(**changes: object) -> str:
+    return " ".join(render(verification_document(verify_report(**changes))).split())
+
+
+def test_then_and_now_stand_side_by_side() -> None:
+    document = verification_document(verify_report())
+    grid = next(block for block in document if isinstance(block, Grid))
+    assert grid.header == ("", "then", "now")
+    assert grid.rows == (
+        ("your settings, samples/s", "1,000", "1,010"),
+        ("recommended, samples/s", "2,346", "2,323"),
+        ("times the speed", "2.35x", "2.30x"),
+        ("  95 % interval", "2.29x to 2.41x", "2.20x to 2.40x"),
+        ("peak memory", "28.5 GiB", "28.5 GiB"),
+        ("rounds in fresh processes", "3", "3"),
+    )
+
+
+def test_the_verdict_the_check_and_what_changed_are_told() -> None:
+    text = told(warnings=("the GPU is shared",))
+    assert text.startswith("It holds: precision=bf16 is 2.30 times the speed of your settings.")
+    assert "Trains the same - yes: within three times" in text
+    assert "Changed since - torch: 2.11 then, 2.12 now Warnings - the GPU is shared It took 1 min 1 s." in text
+    assert "nothing that is known: the same machine, versions and program" in told(changed=())
+
+
+def test_what_did_not_run_has_no_figures_and_shows_the_users_frames() -> None:
+    frames = 'File "train.py", line 3, in model_fn\n    boom()'
+    failure = Failure(kind="user_error", phase="build", message="NameError: boom", detail=frames)
+    text = told(outcome="no_longer_runs", best=None, parity=None, failure=failure)
+    assert "recommended, samples/s 2,346 -" in text
+    assert 'In your code File "train.py", line 3, in model_fn boom()' in text
+    assert "Trains the same" not in text
+
+
+def test_settings_that_were_kept_are_their_own_recommendation() -> None:
+    same = answer(BASELINE)
+    text = told(baseline_then=same, best_then=same, baseline=answer(BASELINE, samples_per_second=990.0), best=None)
+    assert "recommended, samples/s 1,000 990" in text
