@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from autotune.config import TrainingConfig, Value
+from autotune.failure import TrialFailure
 from autotune.knobs.base import CodeLines, Knob, TrainingParts, parse_count
 from autotune.records import SearchFacts
 
@@ -109,7 +110,10 @@ class BatchSize(Knob):
         return {"batch_size": int(value)}
 
     def transform_model(self, value: Value, parts: TrainingParts) -> None:
-        parts.micro_batches_per_step = micro_batches_per_step(int(value), parts.global_batch_size)
+        try:
+            parts.micro_batches_per_step = micro_batches_per_step(int(value), parts.global_batch_size)
+        except ValueError as error:
+            raise TrialFailure("conflict", str(error)) from None
 
 
 def _powers_of_two_and_halfway(largest: int) -> list[int]:

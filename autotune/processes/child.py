@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 from autotune.machine import available_memory_bytes
 from autotune.processes import system_memory
@@ -107,7 +108,7 @@ def main() -> None:
         leave()
 
 
-def leave() -> None:
+def leave() -> NoReturn:
     """Ends the process without running what others have registered for its end: a thread of theirs may never finish."""
     flush_streams()
     os._exit(0)
@@ -143,9 +144,10 @@ class TrialProcess:
         self._result = open(self._unfinished_path, "w", encoding="utf-8")  # noqa: SIM115
 
     def run(self, load: Callable[[], UserFunctions]) -> None:
-        """Runs the trial; whatever the user's code raises becomes the answer's failure."""
+        """Runs the trial; whatever the user's code raises becomes the answer's failure, which ends the process."""
         faulthandler.enable(2, all_threads=False)  # a crash prints where it happened, too
         faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False)
+        os.register_at_fork(after_in_child=self._report_process)
         self._enter("start")
         try:
             functions = load()
@@ -165,12 +167,20 @@ class TrialProcess:
         except BaseException as error:  # the user's code may raise anything, SystemExit too
             _hear_no_workers()
             resource.setrlimit(resource.RLIMIT_DATA, unlimited)  # telling what happened takes some memory as well
-            answer = TrialAnswer(failure=classify(error, self._phase))
+            self._write(TrialAnswer(failure=classify(error, self._phase)))
+            leave()  # with the exception at hand: torch waits 5 s for each worker that its end would let go of
         self._write(answer)
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         os.write(self._report_descriptor, f"{phase}\n".encode())
+
+    def _report_process(self) -> None:
+        """In each process that is forked here, such as a loader worker: what it leaves behind bears its number."""
+        try:
+            os.write(self._report_descriptor, f"{os.getpid()}\n".encode())
+        except OSError:  # the user's code has closed what it does not know
+            return
 
     def _write(self, answer: TrialAnswer) -> None:
         self._result.write(encode_answer(answer))

@@ -29,13 +29,13 @@ class _Spelling:
 
 
 def _spelling(kind: FailureKind, pattern: str, *, only_near_ceiling: bool = False) -> _Spelling:
-    return _Spelling(kind, re.compile(pattern, re.IGNORECASE), only_near_ceiling)
+    return _Spelling(kind, re.compile(pattern, re.IGNORECASE | re.MULTILINE), only_near_ceiling)
 
 
 # The first that matches decides, so the narrow ones stand before the wide ones.
 _SPELLINGS = (
     # "open shared memory object" fails for two reasons, which only the end of the text tells apart
-    _spelling("file_limit", r"too many open files|received \d+ items of ancdata"),
+    _spelling("file_limit", r"\[Errno 24\]|too many open files( \(24\)|$)|received \d+ items of ancdata"),
     _spelling("shared_memory", r"insufficient shared memory"),
     _spelling("shared_memory", r"(shared memory object|/torch_\d+|/dev/shm)[\s\S]*no space left on device"),
     _spelling("shared_memory", r"unable to (resize file|write to file|allocate shared memory)[\s\S]*/torch_\d+"),
@@ -49,7 +49,7 @@ _SPELLINGS = (
     _spelling("device_oom", r"unable to find (a valid|an) (cudnn )?(algorithm|engine)", only_near_ceiling=True),
     _spelling("device_oom", r"no valid (cudnn )?(algorithm|engine|execution plan)", only_near_ceiling=True),
     _spelling("host_oom", r"DefaultCPUAllocator|not enough memory: you tried to allocate|std::bad_alloc"),
-    _spelling("host_oom", r"cannot allocate memory"),
+    _spelling("host_oom", r"\[Errno 12\]|cannot allocate memory( \(12\)|$)"),
     _spelling("cuda_error", r"(CUDA|HIP)( driver)? error|Triton Error \[|device-side assert|C(U\w+|UDNN)_STATUS_"),
     _spelling("cuda_error", r"CUFFT_\w+|unable to find (a valid|an) (cudnn )?(algorithm|engine)"),
 )
@@ -163,7 +163,7 @@ def _named_failure(error: BaseException, origin: Origin, phase: Phase) -> Failur
 def _worker_died(origin: Origin, code: int | None, phase: Phase) -> Failure:
     shown = f"{origin.type_name}: {_first_line(origin.message)}"
     if code == -signal.SIGBUS:
-        message = _explained("shared_memory", origin)
+        message = _full_shared_memory("a loader worker was killed by SIGBUS")
         return Failure(kind="shared_memory", phase=phase, message=message, detail=origin.detail)
     if code is not None and code < 0:
         name = signal.Signals(-code).name
@@ -248,13 +248,17 @@ def _explained(kind: FailureKind, origin: Origin) -> str:
     sentences: dict[FailureKind, str] = {
         "device_oom": f"the device ran out of memory ({shown})",
         "host_oom": f"the host ran out of memory ({shown})",
-        "shared_memory": f"/dev/shm is full ({shown}): use fewer loader workers or a smaller batch, or enlarge it",
+        "shared_memory": _full_shared_memory(shown),
         "file_limit": f"the limit of {open_files} open files was reached ({shown}): raise it with `ulimit -n`, or use "
         "fewer loader workers",
         "launch_limit": f"a kernel needs more than the device has ({shown})",
         "cuda_error": f"the CUDA context broke ({shown})",
     }
     return sentences[kind]
+
+
+def _full_shared_memory(shown: str) -> str:
+    return f"/dev/shm is full ({shown}): use fewer loader workers or a smaller batch, or enlarge it"
 
 
 def _user_message(error: BaseException, origin: Origin) -> str:

@@ -211,7 +211,6 @@ class TrialPool:
                 break
         ending.survivors = message.survivors
         ending.exhausted_files_limit = message.exhausted_files_limit
-        remove_shared_memory(message.killed)
 
     def _memory_failure(self, used_before: int | None, phase: Phase) -> Failure | None:
         """Waits until the GPU's memory is back; a failure where it does not come back."""
@@ -246,13 +245,6 @@ def environment_of(config: TrainingConfig) -> dict[str, str]:
     for name, value in config.items():
         merged.update(knob(name).environment(value))
     return merged
-
-
-def remove_shared_memory(pids: tuple[int, ...]) -> None:
-    """Removes the tensors in /dev/shm that killed processes can no longer remove; torch puts the pid into the name."""
-    for pid in pids:
-        for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            path.unlink(missing_ok=True)
 
 
 def _last_trial_number(directory: Path) -> int:

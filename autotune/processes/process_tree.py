@@ -58,6 +58,14 @@ def exhausted_files_limit(pid: int) -> int | None:
     return limit if limit != resource.RLIM_INFINITY and count >= limit - 4 else None
 
 
+def is_resource_tracker(pid: int) -> bool:
+    """Whether it is Python's own helper that removes named semaphores and shared memory of dead processes."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # gone
+        return False
+
+
 def _processes() -> Iterator[tuple[ProcessId, int]]:
     for pid in _pids():
         try:

@@ -14,13 +14,14 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 from autotune.processes import child
 from autotune.processes.failures import import_failure
 from autotune.processes.preparation import fork, fork_problem, import_user_module
-from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit
+from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit, is_resource_tracker
+from autotune.processes.shared_memory import remove_left_by
 from autotune.processes.wire import (
     Channel,
     EndTrial,
@@ -39,6 +40,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 30.0
 """After which a process that does not die of SIGKILL (the driver may hold it) is told as a survivor."""
 _SHOW_WHERE_SECONDS = 0.2
+_CLEANING_SECONDS = 1.0
+"""For a resource tracker, once all that it works for are dead."""
 
 
 @dataclass
@@ -48,6 +51,9 @@ class _RunningTrial:
     exited: bool = False
     reports_open: bool = True
     unread: bytes = b""
+    started_at: float = field(default_factory=time.time)
+    processes: set[int] = field(default_factory=set)
+    """Every process that was seen to belong to it, those included that are long dead."""
 
 
 class Server:
@@ -71,8 +77,7 @@ class Server:
         except (EOFError, OSError):  # the orchestrator is gone
             pass
         finally:
-            self._kept = frozenset()
-            self._kill_all()
+            self._leave_nothing()
 
     # --- preparing ---
 
@@ -85,8 +90,7 @@ class Server:
     def _parent_thread_ended(self, number: int, frame: FrameType | None) -> None:
         # the thread that started us may end while the orchestrator lives on; its end alone means nothing
         if os.getppid() != self._orchestrator:
-            self._kept = frozenset()
-            self._kill_all()
+            self._leave_nothing()
             os._exit(1)
 
     def _prepare(self, hello: Hello) -> bool:
@@ -182,7 +186,10 @@ class Server:
                 break
             *lines, trial.unread = (trial.unread + piece).split(b"\n")
             for line in lines:
-                self._channel.send(PhaseReported(line.decode()))  # type: ignore[arg-type]  # our own child's spelling
+                if line.isdigit():
+                    trial.processes.add(int(line))
+                else:
+                    self._channel.send(PhaseReported(line.decode()))  # type: ignore[arg-type]  # our child's spelling
 
     def _reap(self) -> int | None:
         """Buries every child that has ended, those included that a trial left to us; returns the trial's status."""
@@ -207,28 +214,42 @@ class Server:
             time.sleep(_SHOW_WHERE_SECONDS)
         below = descendants(os.getpid(), except_below=self._kept)
         limits = [limit for process in below if (limit := exhausted_files_limit(process.pid)) is not None]
-        killed, survivors = self._kill_all()
+        survivors = self._kill_all()
         os.close(self._trial.report_descriptor)
-        known = tuple(sorted(killed | {self._trial.pid}))
         self._trial = None
-        self._channel.send(TrialEnded(known, survivors, min(limits, default=None)))
+        self._channel.send(TrialEnded(survivors, min(limits, default=None)))
 
-    def _kill_all(self) -> tuple[set[int], tuple[int, ...]]:
-        """Kills all that descends from us, however it tried to leave, and waits until it is gone."""
-        killed: set[int] = set()
+    def _leave_nothing(self) -> None:
+        """The server is about to end, and all that it has started ends with it."""
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a resource tracker works until nobody can tell it anything more
+        self._kept = frozenset()
+        self._kill_all()
+
+    def _kill_all(self) -> tuple[int, ...]:
+        """Kills all that descends from us, however it tried to leave, and waits until it is gone, with what it left in
+        /dev/shm. Returns what would not die."""
         deadline = time.monotonic() + _KILL_SECONDS
-        while True:
-            below = descendants(os.getpid(), except_below=self._kept)
-            if not below or time.monotonic() > deadline:
-                return killed, tuple(process.pid for process in below)
-            for process in below:
-                killed.add(process.pid)
+        cleaned_by = deadline
+        killed: set[int] = set()
+        while (below := descendants(os.getpid(), except_below=self._kept)) and time.monotonic() < deadline:
+            # semaphores and shared memory of Python's own are removed by the tracker, when the others are gone
+            victims = [process.pid for process in below if not is_resource_tracker(process.pid)]
+            if victims:
+                cleaned_by = time.monotonic() + _CLEANING_SECONDS
+            elif time.monotonic() > cleaned_by:
+                victims = [process.pid for process in below]
+            for pid in victims:
+                killed.add(pid)
                 try:
-                    os.kill(process.pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
             time.sleep(0.002)
             self._reap()
+        if self._trial is not None:
+            self._trial.processes |= {*killed, self._trial.pid}
+            remove_left_by(self._trial.processes, self._trial.started_at)
+        return tuple(process.pid for process in below)
 
 
 def main() -> None:

@@ -95,7 +95,6 @@ class TrialExited:
 class TrialEnded:
     """Nothing is left of the trial but `survivors`, which would not die."""
 
-    killed: tuple[int, ...]
     survivors: tuple[int, ...]
     exhausted_files_limit: int | None
     """The limit of open files that one of its processes had reached, or None."""

@@ -25,9 +25,10 @@ def request_for():
     """Makes the request for a behaviour of `trial_behaviours`."""
     from trial_behaviours import seed_of
 
-    def make(behaviour, measure_seconds=20.0, memory_limit_bytes=None, config=None):
+    def make(behaviour, measure_seconds=20.0, memory_limit_bytes=None, config=None, said=()):
         return TrialRequest(
             kind="soak",
+            blocks=said,  # texts for the behaviour
             config=TrainingConfig(config or {}),
             conditions=Conditions(
                 device="cpu",

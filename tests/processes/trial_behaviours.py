@@ -3,20 +3,27 @@
 The seed of the request's conditions says which one; see `seed_of`.
 """
 
+import builtins
 import ctypes
 import errno
 import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from autotune.config import TrainingConfig
 from autotune.failure import TrialFailure
+from autotune.knobs.registry import KNOBS
 from autotune.records import SoakResult, TrialAnswer
+from autotune.training.training import Training
+from autotune.workload import UserFunctions
 
 DEFAULT_THREAD_COUNT = 2
 torch.set_num_threads(DEFAULT_THREAD_COUNT)
@@ -89,6 +96,52 @@ def exit_loudly(request):
 
 def raise_error(request):
     raise LookupError("sample 37 is broken")
+
+
+class OutOfResources(Exception):  # noqa: N818
+    """As Triton's, which is not installed everywhere."""
+
+    __module__ = "triton.runtime.errors"
+
+
+def raise_this(request):
+    """The exception whose type and text stand where a real request has the names of blocks."""
+    name, text = request.blocks
+    known = {"OutOfResources": OutOfResources, "AcceleratorError": torch.AcceleratorError}
+    raise known.get(name, getattr(torch, name, None) or getattr(builtins, name, None))(text)
+
+
+def fail_to_compile(request):
+    def backend(graph, example_inputs):
+        raise NotImplementedError("no such kernel")
+
+    torch.compile(model_fn(), backend=backend)(torch.zeros(1, 4))
+
+
+def train_in_conflict(request):
+    """Micro-batches that do not add up to the batch that is held."""
+    config = TrainingConfig({knob.name: "as_is" for knob in KNOBS}).replace(
+        {"batch_size": 3, "num_workers": 0, "pin_memory": False}
+    )
+    conditions = request.conditions.model_copy(update={"global_batch_size": 8})
+    Training(UserFunctions(model_fn, data_fn, lambda model, batch: model(batch[0]).sum()), config, conditions)
+
+
+def lose_a_worker_to_full_shared_memory(request):
+    return run_loader(lambda: os.kill(os.getpid(), signal.SIGBUS))
+
+
+def ignore_signals_in_workers(request):
+    """Workers that hang, ignore SIGTERM and have a session of their own, while the trial fails."""
+
+    def trouble():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.setsid()
+        time.sleep(10**6)
+
+    batches = iter(DataLoader(Broken(trouble), batch_size=38, num_workers=2))
+    time.sleep(0.3)
+    raise LookupError(f"workers {[worker.pid for worker in batches._workers]} are stuck")
 
 
 def find_numerics(request):
@@ -188,6 +241,32 @@ def leave_shared_memory(request):
     return found(path)
 
 
+def leave_shared_memory_of_workers(request):
+    """One worker is killed, the other lives on; both have batches on their way in files of their own."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    before = set(os.listdir("/dev/shm"))
+    batches = iter(DataLoader(Broken(None), batch_size=4, num_workers=2, prefetch_factor=4))
+    next(batches)
+    while len(set(os.listdir("/dev/shm")) - before) < 4:
+        time.sleep(0.01)
+    os.kill(batches._workers[0].pid, signal.SIGKILL)
+    batches._workers[0].join()
+    global KEPT_BATCHES
+    KEPT_BATCHES = batches
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return found(*(f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before))
+
+
+def leave_python_memory(request):
+    """A named block and a named semaphore, as spawned workers and data sets in shared memory have."""
+    before = set(os.listdir("/dev/shm"))
+    global KEPT_BATCHES
+    KEPT_BATCHES = SharedMemory(create=True, size=100), multiprocessing.get_context("spawn").Lock()
+    left = set(os.listdir("/dev/shm")) - before
+    assert len(left) == 2, left
+    return found(*(f"/dev/shm/{name}" for name in left))
+
+
 def use_up_files(request):
     opened = []
     try:
@@ -228,6 +307,11 @@ BEHAVIOURS = [
     exit_silently,
     exit_loudly,
     raise_error,
+    raise_this,
+    fail_to_compile,
+    train_in_conflict,
+    lose_a_worker_to_full_shared_memory,
+    ignore_signals_in_workers,
     find_numerics,
     allocate_too_much,
     allocate_too_much_in_a_worker,
@@ -240,6 +324,8 @@ BEHAVIOURS = [
     raise_in_a_worker,
     kill_the_server,
     leave_shared_memory,
+    leave_shared_memory_of_workers,
+    leave_python_memory,
     use_up_files,
     use_up_files_and_hang,
     map_too_much,
