@@ -192,6 +192,12 @@ class TrialRequest(Record):
     """Blocks are added until the 95 % interval is this narrow (half-width over rate), or `maximum_blocks` is reached."""
     measure_resident: bool = True
     """Also time steps on batches that already lie on the device."""
+    rate_to_beat: float | None = None
+    """Samples per second, end to end. A trial that clearly stays below is out of the race, and measured no longer than it
+    takes to see that. None: there is no race."""
+    resident_rate_to_beat: float | None = None
+    """The same on resident batches, for who judges by those: a trial is then out of the race only where it stays clearly
+    below both."""
     timeouts: PhaseTimeouts = PhaseTimeouts()
 
 
@@ -272,6 +278,8 @@ class Measurement(Record):
     start_method: Literal["fork", "fresh"] = "fork"
     gpu_notes: tuple[str, ...] = ()
     """Throttling, other processes: what NVML showed meanwhile."""
+    stopped_early: bool = False
+    """It was clearly out of the race after the fewest blocks, so that what it would have taken to know more was saved."""
 
 
 class MemoryProbe(Record):

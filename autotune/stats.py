@@ -52,6 +52,21 @@ def warmed_up(block_rates: Sequence[float]) -> bool:
     return slower > 0 and slower >= (1 - WARM_AGREEMENT) * faster_one
 
 
+OUT_OF_THE_RACE = 0.7
+"""A rate that is certainly below this share of the one to beat is no rival, whatever else is measured of it."""
+
+
+def out_of_the_race(samples: Sequence[float], seconds: Sequence[float], rate_to_beat: float | None) -> bool:
+    """Whether the blocks' 99 % interval lies wholly below `OUT_OF_THE_RACE` of the rate to beat.
+
+    Never where there is none to beat. Raises ValueError as `rate` does.
+    """
+    if rate_to_beat is None:
+        return False
+    _, (_, high) = rate(samples, seconds, 0.99)
+    return high < OUT_OF_THE_RACE * rate_to_beat
+
+
 def ratio(
     candidate_rates: Sequence[float], baseline_rates: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, Interval]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.stats import UNKNOWN, faster, rate, ratio, ratio_from_intervals, student_t, warmed_up
+from autotune.stats import UNKNOWN, faster, out_of_the_race, rate, ratio, ratio_from_intervals, student_t, warmed_up
 
 positive = st.floats(min_value=1e-3, max_value=1e6)
 blocks = st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-3, 1e3)), min_size=1, max_size=20)
@@ -200,6 +200,16 @@ def test_a_gain_below_the_minimum_is_the_same_once_that_is_certain() -> None:
     assert faster(ours, theirs) == "same"
     assert faster(ours, theirs, minimum_gain=0.005) == "faster"
     assert faster(theirs, ours, minimum_gain=0.005) == "slower"
+
+
+def test_only_what_is_certainly_and_clearly_slower_is_out_of_the_race() -> None:
+    steady = [1.0, 1.01, 0.99]
+    assert out_of_the_race([10] * 3, steady, 20.0)
+    assert not out_of_the_race([10] * 3, steady, 14.5)  # at 69 %, by less than can be told from three blocks
+    assert not out_of_the_race([10] * 3, steady, 10.0)
+    assert not out_of_the_race([10] * 3, [0.8, 1.0, 1.2], 20.0)
+    assert not out_of_the_race([10], [1.0], 1000.0)
+    assert not out_of_the_race([10] * 3, steady, None)
 
 
 def test_two_rounds_decide_nothing() -> None:

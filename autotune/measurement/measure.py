@@ -18,7 +18,7 @@ from autotune.measurement.clock import BlockClock, endless, is_precise, synchron
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.records import Measurement, Phase, TrialRequest
-from autotune.stats import rate, warmed_up
+from autotune.stats import out_of_the_race, rate, warmed_up
 from autotune.surgery.batches import byte_count, to_device
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window
@@ -90,7 +90,11 @@ def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
 
 
 def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Measurement:
-    """One configuration, measured. Raises `TrialFailure` for a loss that is not finite or an empty compile."""
+    """One configuration, measured. Raises `TrialFailure` for a loss that is not finite or an empty compile.
+
+    Where it is seen to be out of the race, blocks are ended after the fewest, and resident ones are timed only for who
+    judges by them.
+    """
     running = started(functions, request, phase)
     counts_before = compile_counts()
     phase("warm-up")
@@ -101,9 +105,11 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     result_blocks = clock.blocks()
     value, interval = rate(result_blocks.samples, result_blocks.seconds)
     counts = compile_counts()
-    if request.measure_resident:
+    beaten = out_of_the_race(result_blocks.samples, result_blocks.seconds, request.rate_to_beat)
+    resident = None
+    if request.measure_resident and not (beaten and request.resident_rate_to_beat is None):
         phase("measure")  # again: what follows has its own time
-    resident = _Resident(running, request) if request.measure_resident else None
+        resident = _Resident(running, request)
     training = running.training
     return Measurement(
         samples_per_second=value,
@@ -128,6 +134,7 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         device_lag_share=resident.device_lag_share if resident else None,
         update_share=resident.update_share if resident else None,
         start_method="fresh" if os.environ.get("AUTOTUNE_START_METHOD") == "fresh" else "fork",
+        stopped_early=beaten and (resident is None or resident.beaten),
     )
 
 
@@ -199,9 +206,10 @@ def _timed_blocks(
             scale = now
         if not math.isfinite(losses[-1]) and not training.scaler:
             raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
-        enough = len(clock.seconds) >= request.minimum_blocks
-        if enough and is_precise(clock.blocks(), request.relative_precision):
-            break
+        if len(clock.seconds) >= request.minimum_blocks:
+            beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
+            if beaten or is_precise(clock.blocks(), request.relative_precision):
+                break
         if time.perf_counter() - begin > 0.8 * request.timeouts.measure_seconds:
             break
     return clock, tuple(losses), skipped
@@ -225,7 +233,11 @@ class _Resident:
                 break
         self.blocks = self.clock.blocks(1)  # the first one only set the pace
         self.samples_per_second = rate(self.blocks.samples, self.blocks.seconds)[0]
-        self.update_share, self.device_lag_share = self._shares()
+        self.beaten = out_of_the_race(self.blocks.samples, self.blocks.seconds, request.resident_rate_to_beat)
+        self.update_share: float | None = None
+        self.device_lag_share: float | None = None
+        if not self.beaten:
+            self.update_share, self.device_lag_share = self._shares()
 
     def _collected(self, running: Running) -> list[Window]:
         collected: list[Window] = []

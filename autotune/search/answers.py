@@ -61,11 +61,16 @@ class Results:
         configs = dict.fromkeys(
             trial.config
             for trial in self.trials
-            if (trial.round is not None or (self.unconfirmed and self._trains_the_same(trial.config)))
+            if (trial.round is not None or (self.unconfirmed and self._may_lead(trial)))
             and trial.config not in failed
             and trial.config != self.baseline
         )
         return [self.answer(config) for config in configs]
+
+    def _may_lead(self, trial: Trial) -> bool:
+        """Whether a trial outside the confirmation was measured to the end and trains the same."""
+        stopped = trial.measurement is not None and trial.measurement.stopped_early
+        return not stopped and self._trains_the_same(trial.config)
 
     def _trains_the_same(self, config: TrainingConfig) -> bool:
         """Whether it, or one whose gradients come about in the same way, computes what the baseline does."""

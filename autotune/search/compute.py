@@ -69,7 +69,7 @@ def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple
         if session.obstacle(candidate) is not None or not session.affords(candidate):
             continue
         tried.add((knob.name, value))
-        trial = session.measure(candidate, "compute")
+        trial = session.measure(candidate, "compute", incumbent=incumbent)
         if _better(session, trial, incumbent):
             return trial
     return incumbent
@@ -128,7 +128,7 @@ def search_batch(session: Session, incumbent: Trial, stage: Stage, *, free: bool
             continue
         if not session.affords(candidate):
             break
-        trial = session.measure(candidate, stage)
+        trial = session.measure(candidate, stage, incumbent=best)
         if trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY:
             return _halfway(session, best, size, stage)
         last_tried = size
@@ -146,7 +146,7 @@ def _halfway(session: Session, best: Trial, too_large: int, stage: Stage) -> Tri
     for size in reversed(between[-2:]):
         candidate = best.config.replace({space.batch_name: size})
         if session.obstacle(candidate) is None and session.affords(candidate):
-            trial = session.measure(candidate, stage)
+            trial = session.measure(candidate, stage, incumbent=best)
             if _better(session, trial, best):
                 return trial
     return best

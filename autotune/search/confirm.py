@@ -118,7 +118,36 @@ def _expected_seconds(session: Session, config: TrainingConfig) -> float:
 
 
 def _finalists(session: Session) -> list[TrainingConfig]:
-    """The best measured configurations, and one that leaves the held batch where that is faster still."""
+    """The best measured configurations; what was stopped early is measured to the end where it turns out to be ahead."""
+    found = _ahead(session)
+    while _reopened(session):
+        found = _ahead(session)
+    return found
+
+
+def _reopened(session: Session) -> bool:
+    """Measures the best trial that was stopped early to its end, where what it raced against has failed since."""
+    failed = {trial.config for trial in session.trials if trial.failure is not None}
+    stopped = [
+        trial
+        for trial in session.trials
+        if trial.measurement is not None
+        and trial.measurement.stopped_early
+        and trial is session.measured(trial.config)
+        and trial.config not in failed
+        and session.allowed(trial.config)
+    ]
+    ahead, best = max(stopped, key=session.score, default=None), session.best()
+    if ahead is None or best is None or session.score(ahead) <= session.score(best):
+        return False
+    if session.budget.left() < session.expected_seconds(ahead.config):
+        return False
+    session.measure_again(ahead.config, "confirm")
+    return True
+
+
+def _ahead(session: Session) -> list[TrainingConfig]:
+    """The best few, and one that leaves the held batch where that is faster still."""
     finalists = _best_few(session, session.candidates(), MOST_FINALISTS)
     free = [trial for trial in session.candidates(free=True) if not session.allowed(trial.config)]
     best = session.best()

@@ -89,18 +89,39 @@ class Session:
         """Why this configuration is not worth running: a conflict, a size that is known not to fit, or wrong numerics."""
         return self.obstacles.reason(config, self.baseline)
 
-    def measure(self, config: TrainingConfig, stage: Stage) -> Trial:
-        """Measures a configuration once: where that was done before, in this call or in an earlier one, that trial."""
-        return self.measured(config) or self.measure_again(config, stage)
+    def measure(self, config: TrainingConfig, stage: Stage, *, incumbent: Trial | None = None) -> Trial:
+        """Measures a configuration once: where that was done before, in this call or in an earlier one, that trial.
+
+        What is clearly slower than the best so far is stopped early, but not where it may still beat the `incumbent` by
+        `compute_score`, for stages that judge by that.
+        """
+        return self.measured(config) or self._run(config, stage, self._race(config, stage, incumbent))
 
     def measure_again(self, config: TrainingConfig, stage: Stage, *, confirm_round: int | None = None) -> Trial:
         """Runs one trial end to end, stores it and tells the sampler, whether or not it was measured before."""
+        return self._run(config, stage, {}, confirm_round=confirm_round)
+
+    def _race(self, config: TrainingConfig, stage: Stage, incumbent: Trial | None) -> dict[str, float]:
+        """The fields of a request that say what the configuration has to beat; none for what others are compared with."""
+        best = self.best()
+        if best is None or stage == "baseline" or self.settings.objective == "memory":
+            return {}
+        rivals = [best] if incumbent is None else [best, incumbent]
+        race = {"rate_to_beat": min(self.score(rival) for rival in rivals) / self.space.credit(config)}
+        if incumbent is not None:
+            race["resident_rate_to_beat"] = self.compute_score(incumbent)
+        return race
+
+    def _run(
+        self, config: TrainingConfig, stage: Stage, race: Mapping[str, float], *, confirm_round: int | None = None
+    ) -> Trial:
         confirms = confirm_round is not None
         number = self.study.begin(config)
         self.watcher.trial_started(number, self.changes(config), stage)
         self.watcher.time_left(self.budget.left())
         started_at = time.time()
-        answer = self.backend.run(self._request("measure", config, confirm=confirms), self.watcher.phase)
+        request = self._request("measure", config, confirm=confirms).model_copy(update=race)
+        answer = self.backend.run(request, self.watcher.phase)
         trial = Trial(
             number=number,
             stage=stage,
@@ -265,12 +286,13 @@ class Session:
 
     def candidates(self, *, free: bool = False) -> list[Trial]:
         """Measured trials of configurations that never failed, best first; those that keep the held batch unless
-        `free`."""
+        `free`. One that was stopped early is none."""
         failed = {trial.config for trial in self.trials if trial.failure is not None}
         usable = [
             trial
             for trial in self.trials
             if trial.measurement is not None
+            and not trial.measurement.stopped_early
             and trial.failure is None
             and trial.round is None
             and (trial.config == self.baseline or trial.config not in failed)

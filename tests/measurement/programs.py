@@ -62,6 +62,8 @@ def request(
     measure_resident: bool = False,
     clip_grad_norm: float | None = None,
     memory_limit_bytes: int | None = None,
+    rate_to_beat: float | None = None,
+    resident_rate_to_beat: float | None = None,
     **changes: Any,
 ) -> TrialRequest:
     """A request for a trial in this process, on the CPU, with short blocks."""
@@ -80,6 +82,8 @@ def request(
         maximum_blocks=maximum_blocks,
         relative_precision=relative_precision,
         measure_resident=measure_resident,
+        rate_to_beat=rate_to_beat,
+        resident_rate_to_beat=resident_rate_to_beat,
     )
 
 

@@ -86,34 +86,6 @@ def against_the_model(model_fn: Callable[[], Timed], data_fn: Callable[[], Any],
     return seconds / (forwards * result.micro_batch_size) * result.samples_per_second
 
 
-LOADING, FIXED, COMPUTING = 0.002, 0.008, 0.0005
-"""Seconds a sample to load, a micro-batch to compute, and a sample to compute."""
-
-
-@pytest.mark.parametrize(
-    ("changes", "seconds_per_sample"),
-    [
-        ({}, LOADING + FIXED / 8 + COMPUTING),
-        ({"batch_size": 4, "global_batch_size": 8}, LOADING + FIXED / 4 + COMPUTING),
-        ({"num_workers": 1}, max(LOADING, FIXED / 8 + COMPUTING)),
-        ({"num_workers": 2}, max(LOADING / 2, FIXED / 8 + COMPUTING)),
-        ({"num_workers": 2, "batch_size": 4, "global_batch_size": 8}, max(LOADING / 2, FIXED / 4 + COMPUTING)),
-    ],
-)
-def test_known_times_of_loading_and_computing_give_the_known_rate(
-    changes: dict[str, Any], seconds_per_sample: float
-) -> None:
-    def model_fn() -> Timed:
-        return Timed(FIXED, COMPUTING)
-
-    def data_fn() -> DataLoader[Any]:
-        return DataLoader(Slow(LOADING), batch_size=8)
-
-    assert agrees(lambda: against_the_model(model_fn, data_fn, **changes), 0.03)
-    # Nothing may be left out; what the machine adds, when it is busy, has no limit.
-    assert 1 / measured(program(model_fn, data_fn), **changes).samples_per_second > 0.97 * seconds_per_sample
-
-
 class Stalling(Timed):
     """Nine batches of ten take 1 ms, the tenth 21 ms."""
 
@@ -204,6 +176,47 @@ def test_phases_are_told_in_their_order() -> None:
     phases: list[Phase] = []
     measure(program(), request("measure"), phases.append)
     assert phases == ["build", "compile", "warm-up", "measure"]
+
+
+# --- out of the race ---
+
+
+def raced(rate_to_beat: float, **changes: Any) -> Measurement:
+    """Steps of 8 samples that take 4 ms and a little, measured to the last block where nothing stops it."""
+    return measured(
+        program(lambda: Timed(0.004, 0.0)),
+        maximum_blocks=6,
+        relative_precision=1e-9,
+        measure_resident=True,
+        rate_to_beat=rate_to_beat,
+        **changes,
+    )
+
+
+def test_a_trial_that_is_clearly_beaten_is_stopped_after_the_fewest_blocks() -> None:
+    result = raced(rate_to_beat=1e6)
+    assert result.stopped_early
+    assert len(result.blocks.seconds) == 3
+    assert result.resident_samples_per_second is None
+    assert result.interval[0] <= result.samples_per_second <= result.interval[1] < 1e6
+
+
+def test_a_trial_that_is_as_fast_as_the_best_or_a_little_slower_is_measured_to_the_end() -> None:
+    result = raced(rate_to_beat=8 / 0.04)  # a machine that makes this slower than a tenth is too busy for any test
+    assert not result.stopped_early
+    assert len(result.blocks.seconds) == 6
+    assert result.resident_samples_per_second is not None
+
+
+def test_what_is_slow_for_its_loader_alone_is_still_a_rival_by_its_step() -> None:
+    rival = raced(rate_to_beat=1e6, resident_rate_to_beat=8 / 0.1)
+    assert not rival.stopped_early
+    assert rival.resident_samples_per_second is not None
+    assert rival.update_share is not None
+    beaten = raced(rate_to_beat=1e6, resident_rate_to_beat=1e6)
+    assert beaten.stopped_early
+    assert beaten.resident_samples_per_second is not None
+    assert beaten.update_share is None
 
 
 # --- resident steps ---

@@ -30,7 +30,7 @@ from autotune.records import (
     TrialRequest,
 )
 from autotune.space import SearchSpace
-from autotune.stats import rate
+from autotune.stats import OUT_OF_THE_RACE, out_of_the_race, rate
 
 Pairs = Mapping[tuple[str, Value], float]
 RESERVED_OVER_ALLOCATED = 1.05
@@ -194,7 +194,7 @@ class SimulatedMachine:
         match request.kind:
             case "measure":
                 measurement = self._measured(request, noise)
-                measuring = sum(measurement.blocks.seconds) * (2.0 if request.measure_resident else 1.0)
+                measuring = sum(measurement.blocks.seconds) * (2.0 if measurement.resident_blocks else 1.0)
                 return TrialAnswer(measurement=measurement, seconds=measurement.process_seconds + measuring)
             case "memory":
                 return self._probed_memory(request)
@@ -222,12 +222,15 @@ class SimulatedMachine:
         device, host = self.program.micro_batch_seconds(config)
         first_step = self._first_step(config)
         resident_rate = _size(config) * micro_batches / self.program.step_seconds(config, micro_batches) * process
+        beaten = out_of_the_race(blocks.samples, blocks.seconds, request.rate_to_beat)
+        resident = request.measure_resident and not (beaten and request.resident_rate_to_beat is None)
+        still_rival = resident and resident_rate >= OUT_OF_THE_RACE * (request.resident_rate_to_beat or 0.0)
         return Measurement(
             samples_per_second=value,
             interval=interval,
             blocks=blocks,
-            resident_samples_per_second=resident_rate if request.measure_resident else None,
-            resident_blocks=blocks if request.measure_resident else None,
+            resident_samples_per_second=resident_rate if resident else None,
+            resident_blocks=blocks if resident else None,
             memory=self._marks(config),
             micro_batch_size=_size(config),
             micro_batches_per_step=micro_batches,
@@ -237,6 +240,7 @@ class SimulatedMachine:
             process_seconds=1.0 + first_step,
             compiled_graphs=int(self._compiles(config)),
             device_lag_share=max(0.0, 1 - host / device) if self._facts.device == "cuda" else None,
+            stopped_early=beaten and not still_rival,
         )
 
     def _blocks(self, request: TrialRequest, true_rate: float, noise: random.Random) -> Blocks:
@@ -248,7 +252,8 @@ class SimulatedMachine:
             seconds.append(steps * samples / true_rate * math.exp(noise.gauss(0, self.program.block_spread)))
             if len(seconds) >= request.minimum_blocks:
                 value, (low, high) = rate([steps * samples] * len(seconds), seconds)
-                if (high - low) / 2 <= request.relative_precision * value:
+                precise = (high - low) / 2 <= request.relative_precision * value
+                if precise or out_of_the_race([steps * samples] * len(seconds), seconds, request.rate_to_beat):
                     break
         count = len(seconds)
         return Blocks(seconds=tuple(seconds), samples=(steps * samples,) * count, steps=(steps,) * count)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from autotune.records import Failure
@@ -152,6 +153,50 @@ def test_timeouts_follow_the_users_step_and_no_hang_takes_the_budget(new_directo
         assert by_config[eager].compile_seconds <= 150
         assert by_config[compiled].compile_seconds == 150
     assert pace_for(60.0).confirm_block_seconds < pace_for(600.0).confirm_block_seconds
+
+
+def test_what_is_out_of_the_race_is_stopped_and_leads_nothing(new_directory: NewDirectory) -> None:
+    with begun(new_directory()) as (search, session):
+        base = search.space.baseline
+        best = session.measure(base.replace({"precision": "bf16"}), "compute")
+        slow = session.measure(base.replace({"precision": "tf32"}), "explore")
+        assert slow.measurement is not None and best.measurement is not None
+        assert slow.measurement.stopped_early and not best.measurement.stopped_early
+        assert session.candidates() == [best, session.baseline_trial()]
+        assert base.replace({"precision": "tf32"}) not in [
+            answer.config for answer in session.results(unconfirmed=True)._eligible()
+        ]
+        told = optuna.load_study(
+            study_name=session.study.name, storage=f"sqlite:///{search.directory}/study.db"
+        ).trials[slow.number]
+        assert told.value == pytest.approx(slow.measurement.samples_per_second)
+
+
+def test_a_race_is_run_against_what_a_stage_judges_by_and_never_by_the_baseline(new_directory: NewDirectory) -> None:
+    with begun(new_directory()) as (search, session):
+        base = search.space.baseline
+        best = session.measure(base.replace({"precision": "bf16"}), "compute")
+        session.measure(base.replace({"precision": "tf32"}), "explore")
+        session.measure(base.replace({"optimizer_impl": "fused"}), "compute", incumbent=session.baseline_trial())
+        session.measure_again(base, "confirm", confirm_round=0)
+        asked = [r for r in search.machine.requests if r.kind == "measure"]
+        as_it_is = session.baseline_trial()
+        assert as_it_is is not None
+        races = [(r.rate_to_beat, r.resident_rate_to_beat) for r in asked]
+        assert races == [
+            (None, None),
+            (session.score(as_it_is), None),
+            (session.score(best), None),
+            (session.score(as_it_is), session.compute_score(as_it_is)),
+            (None, None),
+        ]
+
+
+def test_no_trial_races_where_memory_is_the_aim(new_directory: NewDirectory) -> None:
+    with begun(new_directory(), objective="memory") as (search, session):
+        session.measure(search.space.baseline.replace({"precision": "bf16"}), "compute")
+        session.measure(search.space.baseline.replace({"precision": "tf32"}), "explore")
+        assert {request.rate_to_beat for request in search.machine.requests} == {None}
 
 
 @pytest.mark.parametrize(("asked", "limit"), [(None, 139 * GIB), (16 * GIB, 16 * GIB), (500 * GIB, 139 * GIB)])
