@@ -337,6 +337,8 @@ class SoakResult(Record):
     samples_per_second: float
     growth_bytes_per_step: float
     allocator_retries: int
+    last_samples_per_second: float | None = None
+    """In the last third of it."""
     findings: tuple[str, ...] = ()
     """What went wrong, one sentence each; empty when it held."""
 

@@ -2,83 +2,259 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
+from autotune.config import TrainingConfig
+from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, synchronize
-from autotune.measurement.measure import PhaseReport, started
+from autotune.measurement.compilation import compile_counts
+from autotune.measurement.measure import PhaseReport, Running, seed_everything, started
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
-from autotune.records import SoakResult, TrialRequest
+from autotune.records import Phase, SoakResult, TrialRequest
 from autotune.stats import rate
-from autotune.surgery.batches import to_device
 from autotune.training.training import Training
 from autotune.training.windows import Window
 from autotune.workload import UserFunctions
 
 STEADY_SHARE = 0.85
 """The last third of the soak runs at least at this share of the first third's rate."""
+WAITED_SHARE = 0.5
+"""The loader is behind a fall where waiting for it explains so much of the time that was lost."""
+NOT_FINITE_BLOCKS = 3
+"""Under a gradient scaler, losses that are not finite at the ends of so many blocks in a row are no accident."""
+SAME_LOSS = 0.01
+"""Two losses of the same step differ by less, whatever the order in which a GPU adds."""
+
+
+@dataclass
+class _Course:
+    """Blocks of the long run, with what stood beside them."""
+
+    clock: BlockClock
+    waited_seconds: list[float] = field(default_factory=list)
+    """In each block, for the loader."""
+    losses: list[float] = field(default_factory=list)
+    fewest_samples: int = 0
+    """In one step."""
+    steps: int = 1
+
+    def thirds(self) -> tuple[float, float]:
+        """Seconds per sample in the first and in the last third of the blocks."""
+        return _thirds(self.clock.seconds, self.clock.samples)
+
+    def fall(self) -> str:
+        """What is found of a rate that falls; empty where it holds."""
+        first, last = self.thirds()
+        if first >= STEADY_SHARE * last:
+            return ""
+        found = f"throughput fell from {format_rate(1 / first)} to {format_rate(1 / last)} samples/s while it ran"
+        waited_first, waited_last = _thirds(self.waited_seconds, self.clock.samples)
+        if waited_last - waited_first >= WAITED_SHARE * (last - first):
+            found += ": the loader did not keep up"
+        return found
+
+
+def _thirds(seconds: list[float], samples: list[int]) -> tuple[float, float]:
+    third = max(1, (len(seconds) - 1) // 3)
+    first = slice(1, 1 + third) if len(seconds) > 1 else slice(0, 1)  # what was loaded in advance is in the very first
+    return sum(seconds[first]) / sum(samples[first]), sum(seconds[-third:]) / sum(samples[-third:])
 
 
 def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> SoakResult:
     """Runs `maximum_blocks` blocks of `block_seconds`, but at least one pass over the data set where that is not longer
-    than twice as much, then an evaluation forward, a save and a load of the state, and one more step."""
+    than twice as much; then the shorter last batch of a pass, an evaluation, a save and a load of the state.
+
+    Raises `TrialFailure` for a loss that stops being finite. What the user's own program cannot do either, such as
+    an evaluation, is a finding and no failure.
+    """
     running = started(functions, request, phase)
     phase("soak")
-    training, meter = running.training, running.meter
-    clock = BlockClock(meter.device)
-    steps_in_pass = training.loader.steps_in_pass() or 0
-    steps = 1
-    begin = time.perf_counter()
-    goal_seconds = request.block_seconds * request.maximum_blocks
-
-    def step() -> tuple[int, None]:
-        window = next(running.windows)
-        training.step(window)
-        return sum(item.samples for item in window), None
-
-    clock.run(step, request.block_seconds)
-    clock.forget()
-    meter.note_live(steps)
-    while True:
-        clock.run(step, request.block_seconds)
-        steps += clock.steps[-1]
-        meter.note_live(steps)
-        elapsed = time.perf_counter() - begin
-        if elapsed > 2 * goal_seconds or (elapsed > goal_seconds and steps > steps_in_pass):
-            break
-    findings = []
-    growth = meter.growth_bytes_per_step()
-    if found := leak(growth):
-        findings.append(found)
-    rates = clock.rates()
-    third = max(1, len(rates) // 3)
-    first, last = sum(rates[:third]) / third, sum(rates[-third:]) / third
-    if last < STEADY_SHARE * first:
-        findings.append(f"throughput fell from {format_rate(first)} to {format_rate(last)} samples/s while it ran")
-    _evaluate_and_reload(running.training, running.first_window)
-    training.step(next(running.windows))
-    synchronize(meter.device)
-    retries = (
-        int(torch.cuda.memory_stats(meter.device).get("num_alloc_retries", 0)) if meter.device.type == "cuda" else 0
-    )
+    counts = compile_counts()
+    course = _run_on(running, request)
+    growth, retries = running.meter.growth_bytes_per_step(), _allocator_retries(running.meter.device)
+    # What follows may compile: other shapes, other modes.
+    after: Phase = "compile" if running.training.parts.expects_compiled_graphs else "soak"
+    phase(after)
+    _end_a_pass(running, course)
+    recompiles = compile_counts().graphs - counts.graphs
+    findings = [leak(growth), course.fall()]
     if retries:
         findings.append(f"the allocator had to free and retry {retries} times: it fits, but thrashes")
+    if recompiles:
+        findings.append(f"{recompiles} graphs were compiled while it ran on, each a wait: the shapes of batches vary")
+    alone = _Alone(functions, request, running.first_window)
+    phase(after)
+    findings.append(alone.compared("an evaluation without gradients", running.training, _evaluate))
+    phase(after)
+    findings.append(alone.compared("a save and load of the state", running.training, _save_and_load))
+    synchronize(running.meter.device)
     return SoakResult(
-        steps=steps,
-        samples_per_second=rate(clock.samples, clock.seconds)[0],
+        steps=course.steps,
+        samples_per_second=rate(course.clock.samples, course.clock.seconds)[0],
+        last_samples_per_second=1 / course.thirds()[1],
         growth_bytes_per_step=growth,
         allocator_retries=retries,
-        findings=tuple(findings),
+        findings=tuple(finding for finding in findings if finding),
     )
 
 
-def _evaluate_and_reload(training: Training, window: Window) -> None:
-    batch = to_device(window[0].data, training.parts.device)
-    was_training = training.model.training
-    training.model.eval()
-    with torch.no_grad():
-        training.parts.compute_loss(training.model, batch)
-    training.model.train(was_training)
-    training.load_state_dict(training.state_dict())
+# --- the long run -----------------------------------------------------------------------------------------------------
+
+
+def _run_on(running: Running, request: TrialRequest) -> _Course:
+    training, meter = running.training, running.meter
+    course = _Course(BlockClock(meter.device), fewest_samples=_samples(running.first_window))
+    steps_in_pass = training.loader.steps_in_pass() or 0
+    goal_seconds = request.block_seconds * request.maximum_blocks
+    waited, loss = 0.0, torch.tensor(running.first_loss)
+
+    def step() -> tuple[int, None]:
+        nonlocal waited, loss
+        begin = time.perf_counter()
+        window = next(running.windows)
+        waited += time.perf_counter() - begin
+        loss = training.step(window)
+        course.fewest_samples = min(course.fewest_samples, _samples(window))
+        return _samples(window), None
+
+    def block() -> None:
+        nonlocal waited
+        waited = 0.0
+        course.clock.run(step, request.block_seconds)
+        course.steps += course.clock.steps[-1]
+        meter.note_live(course.steps)
+        course.waited_seconds.append(waited)
+        course.losses.append(float(loss))
+        _check_finite(course, training)
+
+    begin = time.perf_counter()
+    while True:
+        block()
+        elapsed = time.perf_counter() - begin
+        if elapsed > 2 * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
+            break
+    return course
+
+
+def _check_finite(course: _Course, training: Training) -> None:
+    blocks = 1 if training.scaler is None else NOT_FINITE_BLOCKS
+    latest = course.losses[-blocks:]
+    if len(latest) == blocks and not any(math.isfinite(loss) for loss in latest):
+        raise TrialFailure("numerics", f"the loss was {latest[-1]} after {course.steps} steps")
+
+
+def _end_a_pass(running: Running, course: _Course) -> None:
+    """Trains on the shorter last window of a pass, where the run did not come that far."""
+    if course.fewest_samples < _samples(running.first_window):
+        return
+    window = running.training.loader.last_window()
+    if window is None:
+        return
+    try:
+        loss = float(running.training.step(window))
+    except Exception as error:  # whatever the user's model raises; named for what it was asked to do
+        error.add_note(f"at the last batch of a pass, of {window[-1].samples} samples; drop_last=True leaves it out")
+        raise
+    if not math.isfinite(loss) and running.training.scaler is None:
+        raise TrialFailure("numerics", f"the loss was {loss} at the last batch, of {window[-1].samples} samples")
+
+
+def _samples(window: Window) -> int:
+    return sum(item.samples for item in window)
+
+
+def _allocator_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
+
+
+# --- what is done beside training -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Alone:
+    """The user's program as it stands, asked only where the configuration fails at something beside training."""
+
+    functions: UserFunctions
+    request: TrialRequest
+    window: Window
+
+    def compared(self, what: str, training: Training, attempt: Callable[[Training, Window], str]) -> str:
+        """What `attempt` finds. Where it raises: the same exception, unless the user's own program raises there too."""
+        try:
+            return attempt(training, self.window)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the user's model raises
+            own = self._own_error(attempt)
+            if own is None:
+                error.add_note(f"in {what}, which your own settings get through")
+                raise
+            return f"{what} fails with your own settings too ({type(own).__name__}: {own}), so that it was not tried"
+
+    def _own_error(self, attempt: Callable[[Training, Window], str]) -> Exception | None:
+        seed_everything(self.request.conditions.seed)
+        plain = Training(self.functions, TrainingConfig({}), self.request.conditions)
+        try:
+            plain.step(self.window)
+            attempt(plain, self.window)
+        except torch.OutOfMemoryError:
+            return None  # beside the other, it does not fit; that says nothing of the user's program
+        except Exception as error:  # whatever the user's model raises
+            return error
+        return None
+
+
+def _evaluate(training: Training, window: Window) -> str:
+    """A forward as in an evaluation, and a step after it."""
+    training.evaluate(window)
+    training.step(window)
+    return ""
+
+
+def _save_and_load(training: Training, window: Window) -> str:
+    """Saves the state, trains on, loads it, and trains on again: the losses must be the same."""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save(training.state_dict(), file.name)
+        first = _losses(training, window)
+        second = _losses_after_load(training, window, file.name)
+        if _alike(first, second):
+            return ""
+        third = _losses_after_load(training, window, file.name)
+    if not _alike(second, third):
+        return ""  # it draws random numbers of its own, or counts its steps: nothing follows from the difference
+    return (
+        f"after its state was loaded, the loss of a step was {_shown(second)} where it had been {_shown(first)}: "
+        "state_dict() does not hold all that training depends on"
+    )
+
+
+def _losses_after_load(training: Training, window: Window, path: str) -> list[float]:
+    if training.parts.device.type == "cuda":
+        torch.cuda.empty_cache()
+    # Written by this process a moment ago. On the CPU: it must not take the device's memory a second time.
+    training.load_state_dict(torch.load(path, map_location="cpu", weights_only=False))
+    return _losses(training, window)
+
+
+def _losses(training: Training, window: Window) -> list[float]:
+    """Of two steps from the same random numbers: the first depends on the weights, the second on the optimizer too."""
+    seed_everything(0)
+    return [float(training.step(window)), float(training.step(window))]
+
+
+def _alike(left: list[float], right: list[float]) -> bool:
+    pairs = zip(left, right, strict=True)
+    return not all(map(math.isfinite, [*left, *right])) or all(
+        abs(one - other) <= SAME_LOSS * max(abs(one), abs(other)) + 1e-6 for one, other in pairs
+    )
+
+
+def _shown(losses: list[float]) -> str:
+    return " and then ".join(f"{loss:.6g}" for loss in losses)

@@ -50,6 +50,7 @@ _SPELLINGS = (
     _spelling("device_oom", r"no valid (cudnn )?(algorithm|engine|execution plan)", only_near_ceiling=True),
     _spelling("host_oom", r"DefaultCPUAllocator|not enough memory: you tried to allocate|std::bad_alloc"),
     _spelling("host_oom", r"\[Errno 12\]|cannot allocate memory( \(12\)|$)"),
+    _spelling("compile_error", r"torch\.compile with aot_autograd|compiled with non-empty donated buffers"),
     _spelling("cuda_error", r"(CUDA|HIP)( driver)? error|Triton Error \[|device-side assert|C(U\w+|UDNN)_STATUS_"),
     _spelling("cuda_error", r"CUFFT_\w+|unable to find (a valid|an) (cudnn )?(algorithm|engine)"),
 )
@@ -83,8 +84,15 @@ def classify(error: BaseException, phase: Phase) -> Failure:
     """The failure that this exception is, wherever it was raised and however torch wrapped it.
 
     Where an exception was raised from another one, the most telling of the two decides; what nothing is known of is a
-    `user_error`, which shows the exception and the user's own frames. Never raises.
+    `user_error`, which shows the exception and the user's own frames. Notes on the exception are told after it. Never
+    raises.
     """
+    failure = _classified(error, phase)
+    notes = "; ".join(_first_line(str(note)) for note in getattr(error, "__notes__", ()))
+    return failure.model_copy(update={"message": f"{failure.message} ({notes})"}) if notes else failure
+
+
+def _classified(error: BaseException, phase: Phase) -> Failure:
     links = list(_links(error))
     for link in links:
         if isinstance(link, TrialFailure):
@@ -253,6 +261,7 @@ def _explained(kind: FailureKind, origin: Origin) -> str:
         "fewer loader workers",
         "launch_limit": f"a kernel needs more than the device has ({shown})",
         "cuda_error": f"the CUDA context broke ({shown})",
+        "compile_error": f"the compiled step cannot do what the step itself does ({shown})",
     }
     return sentences[kind]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from autotune.config import TrainingConfig, value_text
-from autotune.records import OUT_OF_MEMORY, Failure, Trial
+from autotune.memory_margin import leak
+from autotune.quantities import format_rate
+from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
 from autotune.search.answers import settled
 from autotune.search.pace import slow_to_start
 from autotune.search.session import Session, parity_failure
@@ -19,6 +21,8 @@ ALIKE = 1.01
 LARGEST_RESERVE = 0.45
 """Share of the budget that the confirmation may keep for itself."""
 FEWEST_SOAK_SECONDS = 5.0
+OF_THE_PROGRAM: tuple[FailureKind, ...] = ("numerics", "user_error")
+"""Failures that a program which runs on for longer may have by itself: a loss that diverges, a broken sample."""
 
 
 def reserve_seconds(session: Session) -> float:
@@ -211,21 +215,69 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
             session.warnings.append("no time was left for the soak: the recommendation ran for its measurements only")
         return True
     answer = session.probe("soak", config)
-    if answer.failure is None:
-        assert answer.soak is not None
-        if is_baseline or not answer.soak.allocator_retries:
-            session.warnings.extend(answer.soak.findings)
-            return True
-        thrashes = f"the allocator had to free and retry {answer.soak.allocator_retries} times: it does not really fit"
-        answer = answer.model_copy(update={"failure": Failure(kind="device_oom", phase="soak", message=thrashes)})
-    assert answer.failure is not None
-    session.watcher.probe("soak", f"{answer.failure.kind}: {answer.failure.message}")
-    if is_baseline:
-        session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
+    failure = None if is_baseline else _held_against(session, answer)
+    if failure is None:
+        if answer.soak is not None:
+            session.warnings.extend(finding for finding in answer.soak.findings if finding not in session.warnings)
+        elif is_baseline and answer.failure is not None:
+            session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
         return True
+    session.watcher.probe("soak", f"{failure.kind}: {failure.message}")
     trial = session.measured(config)
     assert trial is not None
-    longest = " at the longest batch" if answer.failure.kind in OUT_OF_MEMORY else ""
-    message = f"in the soak{longest}: {answer.failure.message}"
-    session.fail(trial, answer.failure.model_copy(update={"message": message}))
+    longest = " at the longest batch" if failure.kind in OUT_OF_MEMORY and answer.failure is not None else ""
+    session.fail(trial, failure.model_copy(update={"message": f"in the soak{longest}: {failure.message}"}))
     return False
+
+
+def _held_against(session: Session, answer: TrialAnswer) -> Failure | None:
+    """What speaks against a configuration that ran on; what the user's own program does as well does not."""
+    if answer.failure is not None:
+        own = _own_soak(session) if answer.failure.kind in OF_THE_PROGRAM else None
+        if own is None or own.failure is None or own.failure.kind != answer.failure.kind:
+            return answer.failure
+        session.warnings.append(f"your own program fails too when it runs on for longer: {own.failure.message}")
+        return None
+    soak = answer.soak
+    assert soak is not None
+    if soak.allocator_retries:
+        thrashes = f"the allocator had to free and retry {soak.allocator_retries} times: it does not really fit"
+        return Failure(kind="device_oom", phase="soak", message=thrashes)
+    if (grows := leak(soak.growth_bytes_per_step)) and not _own_program_grows(session):
+        kind: FailureKind = "device_oom" if session.facts.device == "cuda" else "host_oom"
+        return Failure(kind=kind, phase="soak", message=f"{grows}, and your own settings show none")
+    return _too_slow_at_the_end(session, soak)
+
+
+def _own_program_grows(session: Session) -> bool:
+    """Whether the user's own program holds ever more memory as well, or there is no time to see that."""
+    base = session.baseline_trial()
+    if base is not None and base.measurement is not None and leak(base.measurement.memory.growth_bytes_per_step):
+        return True
+    own = _own_soak(session)
+    return own is None or (own.soak is not None and bool(leak(own.soak.growth_bytes_per_step)))
+
+
+def _too_slow_at_the_end(session: Session, soak: SoakResult) -> Failure | None:
+    """The failure where a rate that fell ends below that of the user's own program, which holds its own."""
+    assert session.baseline is not None
+    base_rate = session.results().answer(session.baseline).samples_per_second
+    last_rate = soak.last_samples_per_second
+    if last_rate is None or last_rate >= base_rate:
+        return None
+    own = _own_soak(session)
+    if own is None or own.soak is None or (own.soak.last_samples_per_second or 0.0) <= last_rate:
+        return None
+    slower = (
+        f"it slowed down to {format_rate(last_rate)} samples/s, below the {format_rate(base_rate)} of your settings"
+    )
+    return Failure(kind="timeout", phase="soak", message=slower)
+
+
+def _own_soak(session: Session) -> TrialAnswer | None:
+    """The user's own program run on for as long; None where there is no time for it."""
+    assert session.baseline is not None
+    known = session.probes.get(("soak", session.baseline.key))
+    if known is not None or session.budget.left() < FEWEST_SOAK_SECONDS:
+        return known
+    return session.probe("soak", session.baseline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -110,8 +110,32 @@ class Training:
         self.update()
         return loss
 
+    def evaluate(self, window: Window) -> torch.Tensor:
+        """The window's mean loss (a scalar, on the device) in evaluation mode and without gradients.
+
+        Every module is then in the mode that it was in before.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                total, total_weight = self._summed(window, lambda loss: None)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return total if total_weight is None else total / total_weight
+
     def accumulate(self, window: Window) -> torch.Tensor:
         """Forward and backward of every micro-batch: leaves the gradient of the window's mean loss in the parameters."""
+        total, total_weight = self._summed(window, self._backward)
+        self.last_weight = total_weight
+        if total_weight is not None:
+            self._divide_gradients(total_weight)
+            total = total / total_weight
+        return total
+
+    def _summed(self, window: Window, use: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, Any]:
+        """The loss of every micro-batch, handed to `use` in turn; their weighted sum, and the sum of their weights."""
         samples = sum(micro_batch.samples for micro_batch in window)
         total: torch.Tensor | None = None
         total_weight: Any = None
@@ -123,21 +147,19 @@ class Training:
             share = micro_batch.samples / samples if weight is None else 1.0
             if share != 1.0:
                 loss = loss * share
-            propagated = loss
-            for transform_loss in self._loss_transforms:
-                propagated = transform_loss(propagated)
-            propagated.backward()
+            use(loss)
             # A copy: under CUDA graphs the loss itself is overwritten by the next replay.
             part = loss.detach().clone()
             total = part if total is None else total + part
             if weight is not None:
                 total_weight = weight if total_weight is None else total_weight + weight
         assert total is not None
-        self.last_weight = total_weight
-        if total_weight is not None:
-            self._divide_gradients(total_weight)
-            total = total / total_weight
-        return total
+        return total, total_weight
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        for transform in self._loss_transforms:
+            loss = transform(loss)
+        loss.backward()
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         if not self._contexts:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset
 
 from autotune.surgery.batches import leading_size
-from autotune.surgery.loaders import Counted
+from autotune.surgery.loaders import Counted, batch_fixed_reason, counted, dataset_length, rebuilt
 
 
 class MicroBatch(NamedTuple):
@@ -45,6 +45,23 @@ class WindowLoader:
                 window = []
         if window and not self.loader.drop_last:
             yield window
+
+    def last_window(self) -> Window | None:
+        """A window as short as the last of a pass; None where every window is full, or where that cannot be known.
+
+        Its samples are those that the sampler draws first.
+        """
+        loader = self.loader
+        if loader.drop_last or isinstance(loader.dataset, IterableDataset) or batch_fixed_reason(loader) is not None:
+            return None
+        length, batch_size = dataset_length(loader), loader.batch_size
+        if length is None or batch_size is None or length % (batch_size * self.micro_batches_per_step) == 0:
+            return None
+        full, left = divmod(length % (batch_size * self.micro_batches_per_step), batch_size)
+        window = next(iter(self))[:full]
+        if left:
+            window += next(iter(WindowLoader(counted(rebuilt(loader, {"batch_size": left})), 1)))
+        return window
 
     def __len__(self) -> int:
         """Windows in one pass. Raises TypeError where the loader has no length."""

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+from autotune.failure import TrialFailure
 from autotune.measurement.soak import soak
 from autotune.records import Phase, SoakResult
 from autotune.workload import UserFunctions
@@ -20,6 +23,20 @@ from tests.measurement.programs import (
     regression_data,
     request,
 )
+
+Caught = Callable[..., BaseException]
+
+
+@pytest.fixture
+def caught() -> Caught:
+    """Soaks a program that fails, and gives what it raised."""
+
+    def run(functions: UserFunctions, **changes: Any) -> BaseException:
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # each test looks at it
+            soaked(functions, **changes)
+        return caught.value
+
+    return run
 
 
 class Steady(nn.Module):
@@ -54,8 +71,67 @@ class Leaks(Steady):
         return super().forward(x)
 
 
-def soaked(functions: UserFunctions, **changes: Any) -> SoakResult:
-    return soak(functions, request("soak", block_seconds=0.05, maximum_blocks=8, **changes), no_phase)
+class StopsLearning(Steady):
+    """NaN from its hundredth step on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x)
+        return scores * float("nan") if len(self.modes) > 100 else scores
+
+    def seconds(self) -> float:
+        return 0.0005
+
+
+class TrainsOnly(Steady):
+    """As models that find objects: another kind of output in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = super().forward(x)
+        return scores if self.training else {"scores": scores}
+
+
+class OwnBatchOnly(Steady):
+    """Written for batches of 8 and of 4."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x)
+        return scores.view(8, 1) if len(x) > 4 else scores
+
+
+class Forgets(torch.optim.SGD):
+    """Takes ten times larger steps once its state was loaded."""
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        for group in self.param_groups:
+            group["lr"] = 0.1
+
+
+class NotLoadable(Steady):
+    def get_extra_state(self) -> Any:
+        return {"steps": len(self.modes)}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise KeyError("version")
+
+
+class RunsDry(Dataset[Any]):
+    """Its samples come later and later, as from storage whose credit is used up."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Any:
+        self.drawn += 1
+        pause(0.0004 * self.drawn)
+        return torch.zeros(WIDTH), torch.zeros(1)
+
+
+def soaked(functions: UserFunctions, maximum_blocks: int = 8, **changes: Any) -> SoakResult:
+    return soak(functions, request("soak", block_seconds=0.05, maximum_blocks=maximum_blocks, **changes), no_phase)
 
 
 def test_a_steady_program_has_no_findings_and_sees_an_evaluation_and_the_end_of_the_data() -> None:
@@ -79,11 +155,10 @@ def test_a_steady_program_has_no_findings_and_sees_an_evaluation_and_the_end_of_
     assert (result.growth_bytes_per_step, result.allocator_retries) == (0.0, 0)
     assert result.samples_per_second < 20 / 3 / 0.004
     assert result.steps >= 8
-    assert phases == ["build", "compile", "soak"]
-    # One evaluation without gradients, near the end, and a step after the state was loaded.
+    assert phases == ["build", "compile", *["soak"] * 4]
+    # One evaluation without gradients, a step, a save, and four steps around the load.
     assert made[-1].modes.count((False, False, 8)) == 1
-    assert made[-1].modes[-2][:2] == (False, False)
-    assert made[-1].modes[-1][:2] == (True, True)
+    assert made[-1].modes[-6:] == [(False, False, 8), *[(True, True, 8)] * 5]
     assert {samples for _, _, samples in made[-1].modes} == {8, 4}
 
 
@@ -104,10 +179,36 @@ def test_a_short_soak_reaches_the_end_of_a_pass_where_it_is_near() -> None:
     assert agrees(reached, 0.0)
 
 
+@pytest.mark.parametrize(("samples", "last"), [(8 * 400 + 3, {8, 3}), (8 * 400, {8})])
+def test_the_last_batch_of_a_pass_that_is_too_long_is_tried_all_the_same(samples: int, last: set[int]) -> None:
+    made: list[Steady] = []
+
+    def model_fn() -> nn.Module:
+        made.append(Steady())
+        return made[-1]
+
+    soaked(program(model_fn, lambda: regression_data(samples=samples)), maximum_blocks=2)
+    assert {size for _, _, size in made[-1].modes} == last
+
+
+def test_a_model_that_cannot_take_the_last_batch_says_what_it_was(caught: Caught) -> None:
+    error = caught(program(OwnBatchOnly, lambda: regression_data(samples=8 * 400 + 5)))
+    assert str(error) == "shape '[8, 1]' is invalid for input of size 5"
+    assert error.__notes__ == ["at the last batch of a pass, of 5 samples; drop_last=True leaves it out"]
+
+
 def test_throughput_that_falls_is_found() -> None:
-    (finding,) = soaked(program(Slows)).findings
+    result = soaked(program(Slows, loss_fn=mse))
+    (finding,) = result.findings
     assert finding.startswith("throughput fell from ")
     assert finding.endswith(" samples/s while it ran")
+    assert result.last_samples_per_second is not None
+    assert result.last_samples_per_second < result.samples_per_second
+
+
+def test_a_loader_that_does_not_keep_up_is_named() -> None:
+    result = soaked(program(data_fn=lambda: DataLoader(RunsDry(), batch_size=8)))
+    assert any(line.endswith("while it ran: the loader did not keep up") for line in result.findings)
 
 
 def test_a_leak_is_found_with_its_bytes_per_step() -> None:
@@ -116,6 +217,65 @@ def test_a_leak_is_found_with_its_bytes_per_step() -> None:
     assert any(
         "MiB with every step: something keeps tensors of past steps (a leak)" in line for line in result.findings
     )
+
+
+def test_a_loss_that_stops_being_finite_ends_it(caught: Caught) -> None:
+    error = caught(program(StopsLearning), maximum_blocks=200)  # so many on a busy machine only
+    assert isinstance(error, TrialFailure)
+    assert error.kind == "numerics"
+    steps = int(error.message.removeprefix("the loss was nan after ").removesuffix(" steps"))
+    assert 100 < steps < 250
+
+
+def test_an_evaluation_that_the_users_program_cannot_do_either_is_told_and_not_held_against_it() -> None:
+    result = soaked(program(TrainsOnly))
+    told = [line for line in result.findings if "evaluation" in line]
+    assert len(told) == 1
+    assert told[0].startswith("an evaluation without gradients fails with your own settings too (AttributeError: ")
+    assert told[0].endswith("so that it was not tried")
+
+
+def test_an_evaluation_that_only_the_configuration_fails_at_is_its_failure(caught: Caught) -> None:
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        if not model.training and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("mat1 and mat2 must have the same dtype")
+        return mse(model, batch)
+
+    error = caught(program(Steady, loss_fn=loss_fn), precision="bf16")
+    assert error.__notes__ == ["in an evaluation without gradients, which your own settings get through"]
+
+
+def test_modules_that_the_user_keeps_in_evaluation_stay_there() -> None:
+    class Frozen(Steady):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH).eval()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not self.norm.training
+            return super().forward(self.norm(x))
+
+    assert not [line for line in soaked(program(Frozen)).findings if "fell" not in line]
+
+
+def test_a_state_that_does_not_hold_all_is_found() -> None:
+    functions = program(Steady, optimizer_fn=lambda model: Forgets(model.parameters(), lr=0.001))
+    (finding,) = [line for line in soaked(functions).findings if "fell" not in line]
+    assert finding.startswith("after its state was loaded, the loss of a step was ")
+    assert finding.endswith("state_dict() does not hold all that training depends on")
+
+
+def test_a_state_that_no_settings_can_load_is_told() -> None:
+    (finding,) = [line for line in soaked(program(NotLoadable)).findings if "fell" not in line]
+    assert finding == (
+        "a save and load of the state fails with your own settings too (KeyError: 'version'), so that it was not tried"
+    )
+
+
+def test_a_shorter_last_batch_that_is_compiled_for_again_is_told() -> None:
+    functions = program(lambda: nn.Linear(WIDTH, 1), lambda: regression_data(samples=8 * 400 + 3))
+    findings = soaked(functions, maximum_blocks=2, compile_mode="default", compile_scope="model").findings
+    assert any("1 graphs were compiled while it ran on" in line for line in findings)
 
 
 def test_a_model_that_tells_its_own_loss_is_evaluated_too() -> None:

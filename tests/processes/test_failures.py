@@ -45,6 +45,8 @@ TRITON_RESOURCES = "out of resource: shared memory, Required: 262144, Hardware l
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device_oom"),
         (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "device_oom"),
         (RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1016'), "device_oom"),
+        (RuntimeError("torch.compile with aot_autograd does not currently support double backward"), "compile_error"),
+        (RuntimeError("This backward function was compiled with non-empty donated buffers"), "compile_error"),
         (MemoryError(), "host_oom"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"), "host_oom"),
         (RuntimeError("std::bad_alloc"), "host_oom"),
@@ -255,6 +257,17 @@ def test_a_block_that_cannot_be_recomputed_says_why():
     assert failure.message.startswith(
         "recomputing a block gave something else than its forward did: it counts its calls"
     )
+
+
+def test_notes_on_an_exception_are_told_after_it():
+    error = ValueError("no such size")
+    error.add_note("at the last batch of a pass")
+    error.add_note("of 3 samples\nand more")
+    message = "ValueError: no such size (at the last batch of a pass; of 3 samples)"
+    assert classify(error, "soak").message == message
+    named = TrialFailure("numerics", "the loss was nan")
+    named.add_note("in the evaluation")
+    assert classify(named, "soak").message == "the loss was nan (in the evaluation)"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
