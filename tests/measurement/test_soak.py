@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,7 @@ class RunsDry(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         self.drawn += 1
-        pause(0.0004 * self.drawn)
+        time.sleep(0.002 * self.drawn)
         return torch.zeros(WIDTH), torch.zeros(1)
 
 
@@ -207,7 +208,7 @@ def test_throughput_that_falls_is_found() -> None:
 
 
 def test_a_loader_that_does_not_keep_up_is_named() -> None:
-    result = soaked(program(data_fn=lambda: DataLoader(RunsDry(), batch_size=8)))
+    result = soaked(program(data_fn=lambda: DataLoader(RunsDry(), batch_size=8)), maximum_blocks=20)
     assert any(line.endswith("while it ran: the loader did not keep up") for line in result.findings)
 
 
