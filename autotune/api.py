@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -47,7 +47,7 @@ from autotune.search.preview import preview
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
 from autotune.search.session import Session
-from autotune.search.study import Study, stored_records, workload_identity
+from autotune.search.study import Study, refuse_unusable, stored_records, workload_identity
 from autotune.search.tables import DirectoryLock
 from autotune.search.verify import verify as verify_recommendation
 from autotune.search.watcher import QuietWatcher, SearchWatcher
@@ -168,10 +168,10 @@ def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
         session = opened.session
         try:
             _run(started, began)
+            return _result(opened, started, began)
         except KeyboardInterrupt:
             result = _result(opened, started, began, unconfirmed=True) if session.baseline is not None else None
             raise SearchInterrupted(result) from None
-        return _result(opened, started, began)
 
 
 def _run(started: Search, began: float) -> None:
@@ -321,7 +321,11 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
     refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
     others = _told_of_machine(machine, conditions, watcher)
     # Locked before anything runs: a second search would write its trials over those of the first.
-    with closing(DirectoryLock(options.study)) as lock, _pool(workload, options, watcher, machine) as pool:
+    with ExitStack() as resources:
+        lock = resources.enter_context(closing(DirectoryLock(options.study)))
+        if not options.fresh:
+            refuse_unusable(options.study)
+        pool = resources.enter_context(_pool(workload, options, watcher, machine))
         watcher.stage("baseline", "one step of your program")
         facts = _facts(pool, machine, conditions, options)
         space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)

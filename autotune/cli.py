@@ -1,18 +1,22 @@
 """The command line: calls `autotune.api` with what is asked, prints what came back, and decides the exit code.
 
 Exit codes: 0 an answer, "keep your settings" included; 2 the user's input is at fault and the message says what to
-change; 130 interrupted, the best so far kept; 1 ended without an answer for another reason, and from `verify` also: it
-does not hold any more. The answer goes to stdout, everything else to stderr.
+change; 130 interrupted, the best so far kept, and likewise 143 by SIGTERM and 129 by a terminal that was closed; 1 ended
+without an answer for another reason, and from `verify` also: it does not hold any more. The answer goes to stdout,
+everything else to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 import autotune.export
@@ -62,7 +66,41 @@ LoadApi = Callable[[], Api]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; `--help` and `--version` leave through SystemExit(0)."""
-    return run(list(sys.argv[1:] if argv is None else argv), _import_api)
+    endings = _Endings()
+    endings.hear()
+    exit_code = run(list(sys.argv[1:] if argv is None else argv), _import_api)
+    return 128 + endings.received if exit_code == INTERRUPTED and endings.received else exit_code
+
+
+class _Endings:
+    """Makes Ctrl-C of what ends a program from outside: a scheduler's SIGTERM, and the SIGHUP of a closed terminal."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def hear(self) -> None:
+        """From now on; what is ignored already, as under `nohup`, stays so."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        for same in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal says so twice, and the end is on its way
+            signal.signal(same, signal.SIG_IGN)
+        self.received = number
+        _do_without_terminal()
+        raise KeyboardInterrupt
+
+
+def _do_without_terminal() -> None:
+    """Where a terminal is gone, what would be written to it goes nowhere instead of raising."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def run(argv: list[str], load_api: LoadApi) -> int:

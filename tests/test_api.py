@@ -85,6 +85,10 @@ def test_fit_in_a_child_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None
         ({"device": "cuda"}, "--device cuda: this machine shows no GPU"),
         ({"study": "a-file"}, "cannot keep a study in a-file: File exists; choose another directory with --study"),
         ({"study": "a-file/below"}, "cannot keep a study in a-file/below: Not a directory"),
+        (
+            {"study": "broken"},
+            "broken/study.db cannot be used as a study (file is not a database); choose another --study",
+        ),
     ],
 )
 def test_what_is_asked_wrongly_is_told_before_anything_runs(
@@ -94,6 +98,8 @@ def test_what_is_asked_wrongly_is_told_before_anything_runs(
         pytest.skip("this machine has a GPU")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "study.db").write_text("no database, and long enough to be looked at\n" * 40)
     monkeypatch.setattr(TrialPool, "start", must_not_start)
     with pytest.raises(ValueError) as told:  # noqa: PT011  # the text is what is looked at
         autotune.fit(lambda: None, lambda: None, **{"study": "here", "quiet": True, **options})  # type: ignore[arg-type]

@@ -83,9 +83,14 @@ class Server:
 
     def _take_charge(self) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, self._parent_thread_ended)
+        self._hear_signals()
         child.signal_at_parents_death(signal.SIGUSR1, self._orchestrator)
+
+    def _hear_signals(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, self._parent_thread_ended)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _parent_thread_ended(self, number: int, frame: FrameType | None) -> None:
         # the thread that started us may end while the orchestrator lives on; its end alone means nothing
@@ -102,6 +107,7 @@ class Server:
                 told = import_failure(error, hello.workload.location)
                 self._channel.send(ImportFailed(str(told), told.detail))
                 return False
+            self._hear_signals()  # the user's module may have set handlers of its own, or ignored them
             self._kept = frozenset(descendants(os.getpid()))
             problem = fork_problem(self._thread_count, hello.silence_seconds)
         self._channel.send(Ready(problem))

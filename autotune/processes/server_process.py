@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import WorkloadError
-from autotune.processes.process_tree import carrying
+from autotune.processes.process_tree import carrying, descendants
 from autotune.processes.wire import MARKER_VARIABLE, Channel, Hello, ImportFailed, Ready
 
 _IMPORT_SECONDS = 600.0
@@ -36,6 +37,7 @@ class ServerProcess:
             "AUTOTUNE_CHILD": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # importing inductor otherwise makes CUDA in a fork impossible
         }
+        self._importing = False
         ours, theirs = socket.socketpair()
         arguments = [sys.executable, "-m", "autotune.processes.server", str(theirs.fileno()), str(os.getpid())]
         try:
@@ -62,9 +64,11 @@ class ServerProcess:
     def prepare(self, hello: Hello) -> Ready:
         """Has it import the user's module. Raises WorkloadError where that fails, in whichever way."""
         location = hello.workload.location
+        self._importing = True
         try:
             self.send(hello)
             answer = self.receive(_IMPORT_SECONDS)
+            self._importing = False
         except TimeoutError:
             raise WorkloadError(f"importing {location} did not end within {_IMPORT_SECONDS:.0f} s") from None
         except EOFError:
@@ -100,12 +104,22 @@ class ServerProcess:
         """Ends it and everything it has started; harmless when called twice."""
         self._channel.close()  # on which it kills its descendants and exits
         try:
+            if self._importing:  # the user's code, which may take minutes, and it sees nothing before that ends
+                self._kill_below()
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         finally:
             self._kill_marked()
+
+    def _kill_below(self) -> None:
+        """Kills it with what descends from it, which would be hard to find without it."""
+        below = descendants(self._process.pid)
+        self._process.kill()
+        for process in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
     def _kill_marked(self) -> None:
         """Kills what outlived a server that was itself killed."""

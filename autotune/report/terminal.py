@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -55,6 +56,37 @@ def _print_rows(console: Console, rows: list[str], style: str) -> None:
         console.print(Text(row, style=style), soft_wrap=True)
 
 
+class _Lasting:
+    """A stream whose reader may go away, be it a closed terminal or the other end of a pipe: a search outlives that."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes it, or from the first failure on, nothing."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._write_nowhere()
+            return len(text)
+
+    def flush(self) -> None:
+        """Likewise."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._write_nowhere()
+
+    def _write_nowhere(self) -> None:
+        # what is buffered would fail again at the end of the program, and change its exit code
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
 class LiveView:
     """A `SearchWatcher` that draws where the search is on a terminal, and prints a line per event anywhere else.
 
@@ -62,7 +94,7 @@ class LiveView:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._console = Console(file=cast("TextIO", _Lasting(stream)), highlight=False, markup=False, emoji=False)
         self._spinner = Spinner("dots")
         self._stage = "starting"
         self._running = ""

@@ -13,7 +13,7 @@ import math
 import random
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -39,6 +39,8 @@ NAME_PREFIX = "autotune"
 MOST_DRAWS = 64
 """Draws of the sampler for one proposal, before a point is taken at random from what is left."""
 
+_INSTEAD = "choose another --study, or pass --fresh to start over"
+
 Objective = Literal["throughput", "memory"]
 
 
@@ -62,7 +64,7 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
     with ExitStack() as resources:
         tables = StudyTables(directory)
         resources.callback(tables.close)
-        name = tables.state("", "last_opened")
+        name = tables.state("", "last_opened") if tables.exist() else None
         if name is None:
             raise StudyError(f"the study in {directory} holds nothing yet; search with --study {directory} first")
         study = optuna.load_study(study_name=name, storage=_open_storage(directory, resources))
@@ -72,8 +74,8 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
 class Study:
     """A study in use by this process, from `open` to `close`. Also a context manager.
 
-    `interrupted` holds the configurations whose trials were running when an earlier search was killed; they were told
-    FAIL, and are worth running again.
+    `interrupted` holds the configurations whose trials were running when an earlier search ended, and that were not
+    measured since; they were told FAIL, and are worth running again.
     """
 
     def __init__(
@@ -96,13 +98,15 @@ class Study:
         self._tables = tables
         self._resources = resources
         self._running: dict[int, optuna.Trial] = {}
-        self._study = _create_or_load(_open_storage(directory, resources), name)
+        self._storage = _open_storage(directory, resources)
+        self._study = _create_or_load(self._storage, name)
         self._study.set_user_attr("machine_identity", machine_identity)
         self._study.set_user_attr("objective", objective)
         tables.set_state(name, "machine_identity", machine_identity)
         tables.set_state("", "last_opened", name)
-        self.interrupted = self._end_interrupted()
+        self._end_unfinished()
         self._trials = {trial.number: trial for trial in _read_trials(self._study, tables, name, directory)}
+        self.interrupted = self._without_answer()
         self._proposals = _Proposals(space, objective, seed + len(self._trials))
         self._proposals.learn(self.trials())
 
@@ -133,6 +137,8 @@ class Study:
                 set_aside(directory)
             tables = StudyTables(directory)
             resources.callback(tables.close)
+            _refuse_strangers(directory, tables)
+            tables.create()
             _refuse_others(directory, tables, workload, machine_identity)
             study = cls(
                 name=study_name(workload, space, conditions, objective),
@@ -148,8 +154,12 @@ class Study:
             return study
 
     def close(self) -> None:
-        """Lets another search use the directory. Trials that are running stay so, for the next one to find."""
-        self._resources.close()
+        """Ends what was interrupted, and lets another search use the directory."""
+        try:
+            self._storage.remove_session()  # an interrupt may have left it in the middle of something
+            self._end_unfinished()
+        finally:
+            self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -245,18 +255,21 @@ class Study:
         else:
             self._study.tell(trial.number, state=TrialState.FAIL)
 
-    def _end_interrupted(self) -> list[TrainingConfig]:
-        """Ends what a killed search left waiting or running; where the record is there, as it should have ended."""
-        found: list[TrainingConfig] = []
+    def _end_unfinished(self) -> None:
+        """Ends what an interrupted or killed search left waiting or running; where the record is there, as it says."""
         while self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             self._study.ask()
         for frozen in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if "record" in frozen.user_attrs:
                 self._tell(_parse_trial(frozen.user_attrs["record"], self._directory))
-                continue
-            self._study.tell(frozen.number, state=TrialState.FAIL)
-            found.append(TrainingConfig(frozen.system_attrs["fixed_params"]))
-        return found
+            else:
+                self._study.tell(frozen.number, state=TrialState.FAIL)
+
+    def _without_answer(self) -> list[TrainingConfig]:
+        measured = {trial.config for trial in self._trials.values()}
+        ended = self._study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        begun = [TrainingConfig(one.system_attrs["fixed_params"]) for one in ended if "record" not in one.user_attrs]
+        return [config for config in dict.fromkeys(begun) if config not in measured]
 
 
 class _Proposals:
@@ -381,10 +394,7 @@ def _open_storage(directory: Path, resources: ExitStack) -> optuna.storages.RDBS
     try:
         storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs={"creator": connect})
     except RuntimeError as error:  # the file was made by an Optuna that this one does not understand
-        raise StudyError(
-            f"{directory / DATABASE_NAME} cannot be used as a study ({error}); choose another --study, or pass --fresh "
-            "to start over"
-        ) from None
+        raise StudyError(f"{directory / DATABASE_NAME} cannot be used as a study ({error}); {_INSTEAD}") from None
     resources.callback(storage.engine.dispose)
     resources.callback(storage.remove_session)
     return storage
@@ -402,15 +412,25 @@ def _create_or_load(storage: optuna.storages.RDBStorage, name: str) -> optuna.St
         )
 
 
-def _refuse_others(directory: Path, tables: StudyTables, workload: str, machine_identity: str) -> None:
-    instead = "choose another --study, or pass --fresh to start over"
+def refuse_unusable(directory: Path) -> None:
+    """Raises `StudyError` where a directory's study is broken or somebody else's: what can be seen before anything runs."""
+    if (directory / DATABASE_NAME).exists():
+        with closing(StudyTables(directory)) as tables:
+            _refuse_strangers(directory, tables)
+
+
+def _refuse_strangers(directory: Path, tables: StudyTables) -> None:
     for name in tables.study_names():
         if not name.startswith(f"{NAME_PREFIX}-"):
-            raise StudyError(f"{directory} holds a study of another program ({name}); {instead}")
+            raise StudyError(f"{directory} holds a study of another program ({name}); {_INSTEAD}")
+
+
+def _refuse_others(directory: Path, tables: StudyTables, workload: str, machine_identity: str) -> None:
+    for name in tables.study_names():
         if not name.startswith(f"{NAME_PREFIX}-{workload}-"):
-            raise StudyError(f"{directory} holds a study of another workload; {instead}")
+            raise StudyError(f"{directory} holds a study of another workload; {_INSTEAD}")
         if tables.state(name, "machine_identity") not in (None, machine_identity):
-            raise StudyError(f"{directory} holds a study made on another machine; {instead}")
+            raise StudyError(f"{directory} holds a study made on another machine; {_INSTEAD}")
 
 
 def _read_trials(study: optuna.Study, tables: StudyTables, name: str, directory: Path) -> list[Trial]:
@@ -439,10 +459,7 @@ def _parse_trial(record: Mapping[str, Any], directory: Path) -> Trial:
 
 def _other_version(error: ValidationError, directory: Path) -> StudyError:
     where = ".".join(str(part) for part in error.errors()[0]["loc"])
-    return StudyError(
-        f"{directory} holds a study of another version of autotune (it differs in {where}); "
-        "choose another --study, or pass --fresh to start over"
-    )
+    return StudyError(f"{directory} holds a study of another version of autotune (it differs in {where}); {_INSTEAD}")
 
 
 def _digest(*parts: str) -> str:

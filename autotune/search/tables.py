@@ -12,6 +12,7 @@ from typing import IO, Any
 from autotune.errors import UserError
 
 DATABASE_NAME = "study.db"
+OLD_NAME = "study.db.old"
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a write waits for whoever else reads the file, such as a dashboard."""
 
@@ -65,23 +66,43 @@ class DirectoryLock:
 class StudyTables:
     """Values, probes and corrected records that are kept in the study's file and not told to the sampler.
 
-    Raises `StudyError` where the file is not a database that can be read and written.
+    A new file gets its tables by `create`; until then nothing is written, since the file may be somebody else's. Raises
+    `StudyError` where the file is not a database that can be used.
     """
 
     def __init__(self, directory: Path) -> None:
         self._shown = str(directory / DATABASE_NAME)
-        self._connection = sqlite3.connect(self._shown, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
+        try:
+            self._connection = sqlite3.connect(self._shown, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
+        except sqlite3.Error as error:  # it is a directory, for one
+            raise self._unusable(str(error)) from None
         try:
             verdict = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            tables = {row[0] for row in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if verdict == "ok" and (not tables or "studies" in tables or "autotune_state" in tables):
-                self._connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
-                return
+            tables = self._tables()
+            if verdict == "ok" and tables and not {"studies", "autotune_state"} & tables:
+                verdict = "it is a database of something else"
         except sqlite3.Error as error:
             verdict = str(error)
-        self._connection.close()
-        reason = "it is a database of something else" if verdict == "ok" else verdict
-        raise StudyError(
+        if verdict != "ok":
+            self._connection.close()
+            raise self._unusable(verdict)
+
+    def create(self) -> None:
+        """Makes the tables where they are missing. Raises `StudyError` where the file cannot be written."""
+        try:
+            self._connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from None
+
+    def exist(self) -> bool:
+        """Whether a search has made them."""
+        return "autotune_state" in self._tables()
+
+    def _tables(self) -> set[str]:
+        return {row[0] for row in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+    def _unusable(self, reason: str) -> StudyError:
+        return StudyError(
             f"{self._shown} cannot be used as a study ({reason}); choose another --study, or pass --fresh to start over"
         )
 
@@ -91,8 +112,7 @@ class StudyTables:
 
     def study_names(self) -> list[str]:
         """Names of all Optuna studies in the file, in the order in which they were made."""
-        known = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'studies'").fetchone()
-        if known is None:
+        if "studies" not in self._tables():
             return []
         return [row[0] for row in self._connection.execute("SELECT study_name FROM studies ORDER BY study_id")]
 
@@ -129,10 +149,12 @@ class StudyTables:
 
 
 def set_aside(directory: Path) -> None:
-    """Starting over: the old file stays beside the new one as study.db.old, so that nothing is lost at once."""
-    database = directory / DATABASE_NAME
-    journal = directory / f"{DATABASE_NAME}-journal"
-    if journal.exists():
-        journal.unlink()
-    if database.exists():
-        database.replace(directory / f"{DATABASE_NAME}.old")
+    """Starting over: the old file stays beside the new one, so that nothing is lost at once."""
+    database, journal = directory / DATABASE_NAME, directory / f"{DATABASE_NAME}-journal"
+    if not database.exists():
+        return
+    old, old_journal = (path.with_name(path.name.replace(DATABASE_NAME, OLD_NAME)) for path in (database, journal))
+    old_journal.unlink(missing_ok=True)
+    database.replace(old)
+    if journal.exists():  # a killed search left it: without it, what it was writing stays half written
+        journal.replace(old_journal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -363,19 +364,97 @@ def test_a_torn_file_is_told(directory: Path) -> None:
         opened(directory)
 
 
-def test_files_of_others_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "study.db") as connection:
+def _is_a_database_of_recipes(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
-    with pytest.raises(StudyError, match="it is a database of something else"):
-        opened(tmp_path)
-    names = sqlite3.connect(tmp_path / "study.db").execute("SELECT name FROM sqlite_master").fetchall()
-    assert names == [("recipes",)]
 
 
-def test_an_optuna_study_of_the_user_is_refused(tmp_path: Path) -> None:
-    optuna.create_study(study_name="learning rate", storage=f"sqlite:///{tmp_path / 'study.db'}")
-    with pytest.raises(StudyError, match=r"holds a study of another program \(learning rate\)"):
+def _is_a_study_of_the_users_own(path: Path) -> None:
+    optuna.create_study(study_name="learning rate", storage=f"sqlite:///{path}")
+
+
+def _is_random(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(50_000))
+
+
+def _is_made_by_a_later_optuna(path: Path) -> None:
+    opened(path.parent).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE version_info SET schema_version = 99")
+        connection.execute("UPDATE alembic_version SET version_num = 'v99.0.0'")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_is_a_database_of_recipes, r"cannot be used as a study \(it is a database of something else\)"),
+        (_is_a_study_of_the_users_own, r"holds a study of another program \(learning rate\)"),
+        (_is_random, r"cannot be used as a study \(file is not a database\)"),
+        (
+            _is_made_by_a_later_optuna,
+            r"cannot be used as a study \(The runtime optuna version .* is no longer compatible",
+        ),
+    ],
+)
+def test_files_of_others_are_refused_and_left_as_they_are(
+    tmp_path: Path, make: Callable[[Path], None], told: str
+) -> None:
+    path = tmp_path / "study.db"
+    make(path)
+    before = path.read_bytes()
+    for use in (opened, stored_records) if make is not _is_made_by_a_later_optuna else (opened,):
+        with pytest.raises(StudyError) as error:
+            use(tmp_path)
+        assert len(str(error.value).splitlines()) == 1
+        if use is opened:
+            assert re.search(rf"{told}.*; choose another --study, or pass --fresh to start over$", str(error.value))
+        assert path.read_bytes() == before
+    opened(tmp_path, fresh=True).close()
+    assert (tmp_path / "study.db.old").read_bytes() == before
+
+
+def test_a_directory_in_the_place_of_the_file_is_told_and_set_aside_by_fresh(tmp_path: Path) -> None:
+    (tmp_path / "study.db").mkdir()
+    (tmp_path / "study.db" / "kept").touch()
+    with pytest.raises(StudyError, match=r"cannot be used as a study \(unable to open database file\)"):
         opened(tmp_path)
+    opened(tmp_path, fresh=True).close()
+    assert (tmp_path / "study.db.old" / "kept").exists()
+
+
+def test_an_empty_file_is_a_study_that_begins(tmp_path: Path) -> None:
+    (tmp_path / "study.db").touch()
+    with pytest.raises(StudyError, match="holds nothing yet"):
+        stored_records(tmp_path)
+    with opened(tmp_path) as study:
+        assert study.trials() == []
+
+
+def test_a_study_that_can_only_be_read_can_be_shown(directory: Path) -> None:
+    with opened(directory) as study:
+        kept = study.record(trial(quick_space().baseline, rate=100.0))
+    if os.geteuid() != 0:  # root may write everywhere
+        (directory / "study.db").chmod(0o400)
+        with pytest.raises(StudyError, match="readonly database"):
+            opened(directory)
+    assert stored_records(directory) == ([kept], [])
+
+
+def test_fresh_takes_along_what_a_killed_search_was_writing(directory: Path) -> None:
+    with opened(directory) as study:
+        study.record(trial(quick_space().baseline, rate=100.0))
+    command = (
+        "import os, sqlite3, sys; connection = sqlite3.connect(sys.argv[1]); connection.execute('PRAGMA cache_size = 1');"
+        "connection.execute('PRAGMA cache_spill = 1'); connection.execute('BEGIN IMMEDIATE');"
+        "connection.execute('DELETE FROM trial_user_attributes'); connection.execute('DELETE FROM trial_params');"
+        "os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", command, str(directory / "study.db")], check=False)
+    assert (directory / "study.db-journal").exists()
+    opened(directory, fresh=True).close()
+    old = sqlite3.connect(directory / "study.db.old")
+    assert old.execute("PRAGMA quick_check").fetchone() == ("ok",)
+    assert old.execute("SELECT count(*) FROM trial_user_attributes").fetchone() > (0,)
 
 
 # --- proposals --------------------------------------------------------------------------------------------------------
