@@ -19,7 +19,8 @@ from typing import Any
 
 from autotune.config import TrainingConfig
 from autotune.export.python import export
-from autotune.machine import gpu_used_bytes, read_machine_facts
+from autotune.machine import read_machine_facts
+from autotune.nvml import gpu_used_bytes
 from autotune.processes.pool import TrialPool
 from autotune.records import Recommendation, TrialRequest
 from autotune.result import load

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.config import TrainingConfig
-from autotune.machine import gpu_used_bytes, read_machine_facts
+from autotune.machine import read_machine_facts
+from autotune.nvml import gpu_used_bytes
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, MachineFacts, Measurement, TrialRequest
 from autotune.search.answers import settled, surely_faster
