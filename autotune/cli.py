@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import pkgutil
 import signal
@@ -255,7 +256,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, LoadApi], int]] = {
 
 def _print_answer(arguments: argparse.Namespace, record: Record, document: Callable[[], Document]) -> None:
     if arguments.json:
-        print(record.model_dump_json(indent=2))
+        # ASCII alone: what would steer a terminal is escaped, that of Unicode too.
+        print(json.dumps(json.loads(record.model_dump_json()), indent=2))
     else:
         _show(document())
 

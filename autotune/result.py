@@ -15,11 +15,15 @@ from pydantic import ValidationError
 from autotune.config import TrainingConfig, value_text
 from autotune.errors import UserError
 from autotune.knobs.registry import KNOBS
-from autotune.records import SCHEMA_VERSION, Answer, Ratio, Recommendation
+from autotune.knobs.registry import knob as find_knob
+from autotune.records import SCHEMA_VERSION, Answer, Conditions, Ratio, Recommendation
 from autotune.workload import UserFunctions
 
 if TYPE_CHECKING:
     from autotune.training.training import Training
+
+LARGEST_FILE_BYTES = 32 * 2**20
+"""A recommendation is some 20 KiB."""
 
 
 @dataclass(frozen=True)
@@ -130,27 +134,25 @@ def _refuse_missing_environment(config: TrainingConfig) -> None:
 def load(path: str | os.PathLike[str]) -> TuningResult:
     """What `save` wrote, or the `best.json` of a study. Reads data only: nothing in the file is ever run.
 
-    Raises ValueError for no such file, for what is no JSON, for another record and for another schema version.
+    Raises ValueError for no such file, for what is no JSON, for another record, for another schema version, and for
+    values that no search can have found.
     """
-    try:
-        content = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+    content = _read_json(Path(path))
     if not isinstance(content, dict) or not {"schema_version", "verdict", "best"} <= content.keys():
         raise UserError(f"{path} is not a recommendation; give the best.json of a study, or what save() wrote")
     version = content["schema_version"]
     if version != SCHEMA_VERSION:
         raise UserError(
-            f"{path} has schema version {version}, and this autotune reads version {SCHEMA_VERSION}; "
-            f"use autotune {content.get('autotune_version', 'of that version')}, which wrote it, or search again"
+            f"{path} has schema version {str(version)[:20]}, and this autotune reads version {SCHEMA_VERSION}; use autotune "
+            f"{str(content.get('autotune_version', 'of that version'))[:20]}, which wrote it, or search again"
         )
     try:
         recommendation = Recommendation.model_validate_json(json.dumps(content))
         for answer in (recommendation.baseline, recommendation.best, recommendation.free_batch):
             if answer is not None:
                 _refuse_unknown_values(answer.config)
+                _refuse_impossible_numbers(answer)
+        _refuse_impossible_conditions(recommendation.settings.conditions)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the record"
@@ -160,8 +162,48 @@ def load(path: str | os.PathLike[str]) -> TuningResult:
     return TuningResult(recommendation)
 
 
+def _read_json(path: Path) -> Any:
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no file; give the best.json of a study, or what save() wrote")
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise UserError(f"{path} is not a recommendation: it is larger than {LARGEST_FILE_BYTES // 2**20} MiB")
+        content = json.loads(path.read_bytes())
+        json.dumps(content, allow_nan=False)  # Python reads NaN and Infinity, which JSON does not have
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    return content
+
+
+def _refuse_impossible_numbers(answer: Answer) -> None:
+    """An answer that was measured has rates above 0 within their intervals, counts from 1 and bytes from 0."""
+    for what, value, (low, high) in (
+        ("samples_per_second", answer.samples_per_second, answer.interval),
+        ("speedup", answer.speedup.value, answer.speedup.interval),
+    ):
+        if not 0 <= low <= value <= high or value == 0:
+            raise ValueError(f"{what} is {value:g} with the interval {low:g} to {high:g}")
+    counts = (answer.effective_batch_size, answer.micro_batch_size, answer.micro_batches_per_step)
+    if min(counts) < 1 or answer.confirmed_rounds < 0 or answer.peak_allocated_bytes < 0:
+        raise ValueError("a batch, a number of rounds or a number of bytes is negative")
+
+
+def _refuse_impossible_conditions(conditions: Conditions) -> None:
+    """What a search would not have been given, and `build` does not check again."""
+    for what in ("global_batch_size", "clip_grad_norm", "memory_limit_bytes"):
+        number = getattr(conditions, what)
+        if number is not None and not number > 0:
+            raise ValueError(f"{what} must be above 0, not {number}")
+
+
 def _refuse_unknown_values(config: TrainingConfig) -> None:
     """A configuration that was read has a value for every knob, and one that the knob knows."""
+    for name in config:
+        find_knob(name)
     for knob in KNOBS:
         if knob.name not in config:
             raise ValueError(f"a configuration has no {knob.name}")

@@ -190,7 +190,7 @@ def _checked(file: Traversable, shown: str) -> dict[str, Wanted]:
         content = _load(file)
     except OSError as error:
         raise SpaceError(f"cannot read the search space {shown}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SpaceError(f"{shown} is not valid TOML: {error}") from None
     unknown = sorted(set(content) - {"summary", "knobs"})
     if unknown:

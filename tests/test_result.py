@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,16 @@ def content(**changes: object) -> str:
     return json.dumps({**json.loads(recommendation().model_dump_json()), **changes})
 
 
+def content_with(**changes: object) -> str:
+    """A result whose best answer differs in these fields; those of its configuration are given as `config`."""
+    best = json.loads(recommendation().best.model_dump_json())
+    best["config"].update(changes.pop("config", {}))  # type: ignore[call-overload]
+    return content(best={**best, **changes})
+
+
+PICKLE = pickle.dumps(os.getcwd)
+
+
 def content_with_precision(value: str | None) -> str:
     """A result whose best configuration has this precision; None: none at all."""
     best = json.loads(recommendation().best.model_dump_json())
@@ -152,6 +163,29 @@ def content_with_precision(value: str | None) -> str:
         ("[" * 100_000, "best.json is not JSON"),
         (content_with_precision("tf64"), "is not a whole recommendation: precision has no value 'tf64'"),
         (content_with_precision(None), "is not a whole recommendation: a configuration has no precision"),
+        (content_with(config={"num_workers": -5}), "num_workers must be at least 0, not -5"),
+        (content_with(config={"num_workers": 10**6}), "num_workers must be at most 1,024, not 1,000,000"),
+        (content_with(config={"num_workers": "2; import os"}), "num_workers takes a whole number, not '2; import os'"),
+        (
+            content_with(config={"batch_size": 10**12}),
+            "batch_size must be at most 2,147,483,647, not 1,000,000,000,000",
+        ),
+        (content_with(config={"batch_size": True}), "batch_size takes a whole number, not 'true'"),
+        (content_with(config={"evil": 1}), "there is no knob 'evil'"),
+        (content_with(config={"precision": {"!!python/object": "os.system"}}), "is not a whole recommendation: best"),
+        (content_with(interval=(float("nan"), 1.0)), "is not JSON: Out of range float values"),
+        (
+            content_with(samples_per_second=0.0).replace('"interval": [2', '"interval": [1e999, 2'),
+            "is not JSON: Out of r",
+        ),
+        (content_with(interval=(5000.0, 4000.0)), "samples_per_second is 2345.6 with the interval 5000 to 4000"),
+        (content_with(speedup={"value": -2.0, "interval": [-3, 3]}), "speedup is -2 with the interval -3 to 3"),
+        (content_with(micro_batch_size=-1), "a batch, a number of rounds or a number of bytes is negative"),
+        (content_with(parity=repr(PICKLE)), "is not a whole recommendation: best.parity"),
+        (PICKLE.decode("latin-1"), "is not JSON"),
+        ("9" * 10_000, "is not JSON: Exceeds the limit"),
+        (content(settings={"conditions": {"device": "cuda:0; rm"}}), "is not a whole recommendation: settings"),
+        (content(schema_version="x" * 5000), "has schema version x{20}, and"),
     ],
 )
 def test_load_says_in_one_sentence_what_is_wrong(text: str | None, message: str, tmp_path: Path) -> None:
@@ -161,3 +195,21 @@ def test_load_says_in_one_sentence_what_is_wrong(text: str | None, message: str,
     with pytest.raises(ValueError, match=message) as raised:
         load(path)
     assert "\n" not in str(raised.value)
+
+
+def test_an_impossible_batch_to_hold_is_refused(tmp_path: Path) -> None:
+    settings = json.loads(recommendation().settings.model_dump_json())
+    settings["conditions"]["global_batch_size"] = -4
+    (tmp_path / "best.json").write_text(content(settings=settings))
+    with pytest.raises(ValueError, match="global_batch_size must be above 0, not -4"):
+        load(tmp_path / "best.json")
+
+
+def test_what_is_no_file_or_far_too_large_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is no file; give the best.json"):
+        load(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**35)
+    with pytest.raises(ValueError, match="it is larger than 32 MiB"):
+        load(tmp_path / "large")

@@ -188,12 +188,14 @@ def parse_choice(knob_name: str, text: str, values: tuple[str, ...]) -> str:
     return text
 
 
-def parse_count(knob_name: str, text: str, minimum: int) -> int:
-    """A whole number of at least `minimum`; ValueError otherwise."""
+def parse_count(knob_name: str, text: str, minimum: int, maximum: int) -> int:
+    """A whole number from `minimum` to `maximum`; ValueError otherwise."""
     try:
         count = int(text)
     except ValueError:
-        raise ValueError(f"{knob_name} takes a whole number, not {text!r}") from None
+        raise ValueError(f"{knob_name} takes a whole number, not {text[:40]!r}") from None
     if count < minimum:
         raise ValueError(f"{knob_name} must be at least {minimum}, not {count}")
+    if count > maximum:
+        raise ValueError(f"{knob_name} must be at most {maximum:,}, not {count:,}")
     return count

@@ -12,6 +12,8 @@ from autotune.knobs.base import CodeLines, Knob, TrainingParts, parse_count
 from autotune.records import SearchFacts
 
 MOST_CHOICES = 40
+MOST_SAMPLES = 2**31 - 1
+"""More is a mistake, or a file that somebody has tampered with."""
 
 
 def micro_batches_per_step(micro_batch_size: int, global_batch_size: int | None) -> int:
@@ -96,7 +98,7 @@ class BatchSize(Knob):
         return None
 
     def parse(self, text: str) -> Value:
-        return parse_count(self.name, text, 1)
+        return parse_count(self.name, text, 1, MOST_SAMPLES)
 
     def export(self, value: Value, config: TrainingConfig, facts: SearchFacts) -> CodeLines:
         size = int(value)

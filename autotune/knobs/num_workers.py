@@ -10,6 +10,8 @@ from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import CodeLines, Knob, TrainingParts, parse_count
 from autotune.records import SearchFacts
 
+MOST_WORKERS = 1024
+"""More processes than the largest machines have cores: a mistake, or a file that somebody has tampered with."""
 PREFETCH_FACTOR = 2
 """DataLoader's default: batches that each worker holds ready."""
 LEAST_OFFERED = 4
@@ -88,7 +90,7 @@ class NumWorkers(Knob):
         return None
 
     def parse(self, text: str) -> Value:
-        return parse_count(self.name, text, 0)
+        return parse_count(self.name, text, 0, MOST_WORKERS)
 
     def export(self, value: Value, config: TrainingConfig, facts: SearchFacts) -> CodeLines:
         if value == self.baseline(facts):

@@ -61,6 +61,11 @@ def one_line(text: str) -> str:
     return "".join(character for character in " ".join(text.split()) if character.isprintable())
 
 
+def unwrapped(text: str) -> str:
+    """Foreign text that is never wrapped, a path or a line of code: blanks stay, whatever steers a terminal vanishes."""
+    return "".join(character for character in text.expandtabs(4) if character.isprintable())
+
+
 def settings_text(settings: Mapping[str, Value], *, nothing: str = OWN_SETTINGS) -> str:
     """Such as `batch_size=64, precision=bf16`; `nothing` where there are none."""
     return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items()) or nothing

@@ -17,7 +17,7 @@ from rich.text import Text
 from autotune.config import Value
 from autotune.quantities import format_duration, format_rate, format_ratio
 from autotune.records import Phase, Stage, Trial
-from autotune.report.document import Document, Grid, Lines, Sentence, Tone, Verbatim, one_line, settings_text
+from autotune.report.document import Document, Grid, Lines, Sentence, Tone, Verbatim, one_line, settings_text, unwrapped
 from autotune.report.text import grid_lines, wrap
 
 FAILURES_SHOWN = 3
@@ -38,16 +38,17 @@ def show(document: Document, stream: TextIO) -> None:
             case Sentence(text, tone):
                 _print_rows(console, wrap(text, width=width), TONE_STYLES[tone])
             case Lines(title, lines, tone):
-                _print_rows(console, [title], "bold")
+                _print_rows(console, [one_line(title)], "bold")
                 _print_rows(
                     console, [row for line in lines for row in wrap(line, width=width, bullet=True)], TONE_STYLES[tone]
                 )
             case Verbatim(title, lines):
-                _print_rows(console, [title], "bold")
-                _print_rows(console, [f"  {line}" for line in lines], "cyan")
+                _print_rows(console, [one_line(title)], "bold")
+                _print_rows(console, [f"  {unwrapped(line)}" for line in lines], "cyan")
             case Grid():
                 header, *rows = grid_lines(block, width=width)
-                _print_rows(console, [*([block.title] if block.title else []), header], "bold")
+                title = one_line(block.title)
+                _print_rows(console, [*([title] if title else []), header], "bold")
                 _print_rows(console, rows, "")
 
 
@@ -133,7 +134,7 @@ class LiveView:
 
     def trial_started(self, number: int, config_changes: Mapping[str, Value], stage: Stage) -> None:
         """The trial that runs now."""
-        self._running, self._phase = f"trial {number}: {settings_text(config_changes)}", None
+        self._running, self._phase = one_line(f"trial {number}: {settings_text(config_changes)}"), None
         self._event(self._running)
 
     def phase(self, phase: Phase) -> None:

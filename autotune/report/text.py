@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from autotune.records import Recommendation
-from autotune.report.document import Document, Grid, Lines, Sentence, Verbatim, one_line
+from autotune.report.document import Document, Grid, Lines, Sentence, Verbatim, one_line, unwrapped
 from autotune.report.recommendation import recommendation_document
 
 WIDTH = 80
@@ -29,11 +29,12 @@ def render(document: Document, *, width: int = WIDTH) -> str:
                 blocks.append("\n".join(wrap(text, width=width)))
             case Lines(title, lines):
                 wrapped = [row for line in lines for row in wrap(line, width=width, bullet=True)]
-                blocks.append("\n".join([title, *wrapped]))
+                blocks.append("\n".join([one_line(title), *wrapped]))
             case Verbatim(title, lines):
-                blocks.append("\n".join([title, *(f"  {line}" for line in lines)]))
+                blocks.append("\n".join([one_line(title), *(f"  {unwrapped(line)}" for line in lines)]))
             case Grid():
-                blocks.append("\n".join([*([block.title] if block.title else []), *grid_lines(block, width=width)]))
+                title = one_line(block.title)
+                blocks.append("\n".join([*([title] if title else []), *grid_lines(block, width=width)]))
     return "\n\n".join(blocks)
 
 
@@ -51,11 +52,16 @@ def wrap(text: str, *, width: int, bullet: bool = False) -> list[str]:
 
 def grid_lines(grid: Grid, *, width: int = WIDTH) -> list[str]:
     """The rows of a grid in aligned columns, the header and a rule first; wide columns are wrapped to fit `width`."""
-    table = [grid.header, *grid.rows]
+    table = [tuple(map(_cell, row)) for row in (grid.header, *grid.rows)]
     widths = _column_widths([max(len(row[index]) for row in table) for index in range(len(grid.header))], width)
     rule = MARGIN + COLUMN_GAP.join("-" * column_width for column_width in widths)
     header, *rows = (_row_lines(row, widths, grid.numeric) for row in table)
     return [*header, rule, *(line for row in rows for line in row)]
+
+
+def _cell(text: str) -> str:
+    """On one line; keeps the blanks in front, which say that a row belongs to the one above."""
+    return text[: len(text) - len(text.lstrip(" "))] + one_line(text)
 
 
 def _column_widths(natural: list[int], width: int) -> list[int]:
@@ -81,7 +87,6 @@ def _row_lines(row: tuple[str, ...], column_widths: list[int], numeric: frozense
 
 
 def _wrap_cell(cell: str, width: int) -> list[str]:
-    """Keeps the blanks in front, which say that a row belongs to the one above."""
     indent = cell[: len(cell) - len(cell.lstrip())]
-    rows = textwrap.wrap(one_line(cell), width - len(indent), break_on_hyphens=False)
+    rows = textwrap.wrap(cell.lstrip(), width - len(indent), break_on_hyphens=False)
     return [indent + row for row in rows] or [""]
