@@ -365,7 +365,8 @@ def _pool(
 ) -> Iterator[TrialPool]:
     used = gpu_used_bytes if _device(options, machine) == "cuda" else None
     directory = options.study / "processes"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)  # what trials print and answer is nobody else's business
     pool = TrialPool(workload, directory, warm_compiler=True, gpu_used_bytes=used, on_note=watcher.note)
     try:
         pool.start()

@@ -7,6 +7,7 @@ import importlib.resources
 import itertools
 import json
 import math
+import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ def _checked_wanted(name: str, wanted: object, shown: str) -> Wanted:
         _known(name, shown)
         return "all"
     if not isinstance(wanted, list) or not wanted:
-        raise SpaceError(f'{shown}: {name} must be "all" or a list of values, not {wanted!r}')
+        raise SpaceError(f'{shown}: {name} must be "all" or a list of values, not {reprlib.repr(wanted)}')
     return tuple(_parse(_known(name, shown), value, shown) for value in wanted)
 
 

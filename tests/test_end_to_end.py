@@ -138,6 +138,10 @@ def test_a_study_of_another_program_is_refused(story: Story) -> None:
     )
 
 
+def test_nobody_else_may_look_at_what_trials_print(story: Story) -> None:
+    assert (story.directory / "here" / "processes").stat().st_mode & 0o777 == 0o700
+
+
 def test_show_lists_every_trial(story: Story) -> None:
     shown = run(story, "show", "here")
     assert shown.returncode == 0

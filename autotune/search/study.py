@@ -38,6 +38,8 @@ from autotune.space import SearchSpace
 NAME_PREFIX = "autotune"
 MOST_DRAWS = 64
 """Draws of the sampler for one proposal, before a point is taken at random from what is left."""
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What reading another text as JSON, or other JSON as a record, ends in."""
 
 _INSTEAD = "choose another --study, or pass --fresh to start over"
 
@@ -61,7 +63,7 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
     """
     if not (directory / DATABASE_NAME).is_file():
         raise StudyError(f"there is no study in {directory}; give the directory that search was given as --study")
-    with ExitStack() as resources:
+    with ExitStack() as resources, _broken_is_told(directory):
         tables = StudyTables(directory)
         resources.callback(tables.close)
         name = tables.state("", "last_opened") if tables.exist() else None
@@ -130,7 +132,7 @@ class Study:
         directory's, where the caller holds it already; it stays the caller's. Raises `StudyError` where the directory
         cannot be written, is in use, or holds something broken or a study of another workload or machine.
         """
-        with ExitStack() as resources:
+        with ExitStack() as resources, _broken_is_told(directory):
             if lock is None:
                 resources.callback(DirectoryLock(directory).close)
             if fresh:
@@ -455,6 +457,21 @@ def _parse_trial(record: Mapping[str, Any], directory: Path) -> Trial:
         return Trial.model_validate(record)
     except ValidationError as error:
         raise _other_version(error, directory) from None
+
+
+@contextmanager
+def _broken_is_told(directory: Path) -> Iterator[None]:
+    """What is in the file may have been written by anything; read as data, it can be no worse than unreadable."""
+    try:
+        yield
+    except StudyError:
+        raise
+    except (*UNREADABLE, sqlite3.Error, optuna.exceptions.OptunaError) as error:
+        what = type(error).__name__
+        raise StudyError(
+            f"{directory / DATABASE_NAME} cannot be read as a study ({what}: {str(error)[:80]!r}); choose another --study, "
+            "or pass --fresh to start over"
+        ) from error
 
 
 def _other_version(error: ValidationError, directory: Path) -> StudyError:
