@@ -152,3 +152,13 @@ def format_error(relative_error: float) -> str:
 def format_cosine(cosine: float) -> str:
     """Six digits, never rounded up to 1: `1`, `0.999998`, `0.93`, `-0.2`."""
     return f"{math.floor(cosine * 1e6) / 1e6:.6g}"
+
+
+NO_UPPER_END = 1e300
+"""One reading has no spread: its interval then ends at the largest number that JSON can hold."""
+
+
+def format_spread(value: float, interval: tuple[float, float]) -> str:
+    """Half of an interval as a share of its value, `± 1.2 %`; says so where the spread was not seen."""
+    low, high = interval
+    return "spread not seen" if high >= NO_UPPER_END else f"± {format_error((high - low) / 2 / value)}"

@@ -251,7 +251,11 @@ class Measurement(Record):
     """95 %."""
     blocks: Blocks
     weight_per_second: float | None = None
+    weight_interval: tuple[float, float] | None = None
+    """95 %; None where the loss gives no weights, or none in some block."""
     resident_samples_per_second: float | None = None
+    resident_interval: tuple[float, float] | None = None
+    """95 %."""
     resident_blocks: Blocks | None = None
     memory: MemoryMarks
     micro_batch_size: int
@@ -302,6 +306,8 @@ class LoaderProbe(Record):
     num_workers: int
     micro_batch_size: int
     samples_per_second: float
+    interval: tuple[float, float] | None = None
+    """95 %."""
     blocks: Blocks
 
 
@@ -335,6 +341,9 @@ class SoakResult(Record):
 
     steps: int
     samples_per_second: float
+    interval: tuple[float, float] | None = None
+    """95 %."""
+    block_count: int = 0
     growth_bytes_per_step: float
     allocator_retries: int
     last_samples_per_second: float | None = None
@@ -431,7 +440,11 @@ class Answer(Record):
     micro_batches_per_step: int
     samples_per_second: float
     interval: tuple[float, float]
+    block_count: int = 0
+    """Timed blocks that the rate rests on, over all processes; 0 where that was not kept."""
     weight_per_second: float | None = None
+    weight_interval: tuple[float, float] | None = None
+    """95 %."""
     speedup: Ratio
     computes_the_same: bool = False
     """Nothing that is computed differs from the baseline: only how batches are loaded."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from autotune.knobs.base import Knob
-from autotune.quantities import format_duration, format_rate
+from autotune.quantities import format_duration, format_rate, format_spread
 from autotune.records import Bottleneck, Measurement
 
 WAITS_FOR_DATA = 0.95
@@ -68,13 +68,14 @@ def explain(cause: Bottleneck, measurement: Measurement, knobs: Sequence[Knob]) 
 
 
 def _cause_text(cause: Bottleneck, measurement: Measurement) -> str:
-    rate = format_rate(measurement.samples_per_second)
+    rate = _rate_text(measurement.samples_per_second, measurement.interval)
     resident = measurement.resident_samples_per_second
     lag_share = measurement.device_lag_share
     lag = "" if lag_share is None else f": the device works on for {lag_share * 100:.0f} % of it once all is queued"
     match cause:
         case "loader":
-            ready = "" if resident is None else f", {format_rate(resident)} with batches that lie ready"
+            ready_rate = "" if resident is None else _rate_text(resident, measurement.resident_interval)
+            ready = "" if resident is None else f", {ready_rate} with batches that lie ready"
             return f"the step waits for data: {rate} samples/s{ready}"
         case "compute":
             if lag_share is None:  # a CPU, which is host and device in one
@@ -91,6 +92,10 @@ def _cause_text(cause: Bottleneck, measurement: Measurement) -> str:
             if retries:
                 return f"the step waits for memory: the allocator had to free its cache {retries:,} times"
             return f"the step is limited by memory, which has no room for a larger batch{lag}"
+
+
+def _rate_text(value: float, interval: tuple[float, float] | None) -> str:
+    return format_rate(value) if interval is None else f"{format_rate(value)} ({format_spread(value, interval)})"
 
 
 def _micro_batch_seconds(measurement: Measurement) -> float:

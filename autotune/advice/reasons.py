@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from autotune.config import TrainingConfig, value_text
 from autotune.knobs.base import Knob
-from autotune.quantities import format_bytes, format_duration, format_error, format_ratio
+from autotune.quantities import format_bytes, format_duration, format_error, format_ratio, format_spread
 from autotune.records import Answer, Trial, WorkloadFacts
+from autotune.stats import ratio_from_intervals
 
 NOTICEABLE_MEMORY = 1.05
 """A peak that is higher by less than this is not worth a sentence."""
@@ -50,7 +51,9 @@ def _measured(trials: Sequence[Trial], config: TrainingConfig) -> Trial | None:
 
 def _ratio(faster: Trial, slower: Trial) -> str:
     assert faster.measurement is not None and slower.measurement is not None
-    return format_ratio(faster.measurement.samples_per_second / slower.measurement.samples_per_second)
+    a, b = faster.measurement, slower.measurement
+    value, interval = ratio_from_intervals(a.samples_per_second, a.interval, b.samples_per_second, b.interval)
+    return f"{format_ratio(value)} ({format_spread(value, interval)})"
 
 
 def prices(answer: Answer, baseline: Answer, workload: WorkloadFacts, knobs: Sequence[Knob]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
-from autotune.records import Measurement, Phase, TrialRequest
+from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import out_of_the_race, rate, warmed_up
 from autotune.surgery.batches import byte_count, to_device
 from autotune.training.training import Training
@@ -116,7 +116,9 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         interval=interval,
         blocks=result_blocks,
         weight_per_second=sum(result_blocks.weights) / sum(result_blocks.seconds) if result_blocks.weights else None,
+        weight_interval=_weight_interval(result_blocks),
         resident_samples_per_second=resident.samples_per_second if resident else None,
+        resident_interval=resident.interval if resident else None,
         resident_blocks=resident.blocks if resident else None,
         memory=memory,
         micro_batch_size=running.first_window[0].samples,
@@ -136,6 +138,13 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         start_method="fresh" if os.environ.get("AUTOTUNE_START_METHOD") == "fresh" else "fork",
         stopped_early=beaten and (resident is None or resident.beaten),
     )
+
+
+def _weight_interval(blocks: Blocks) -> tuple[float, float] | None:
+    """Of the loss's weight per second; None where a block had none."""
+    if not blocks.weights or min(blocks.weights) <= 0:
+        return None
+    return rate(blocks.weights, blocks.seconds)[1]
 
 
 def _warm_up(running: Running, request: TrialRequest) -> tuple[int, StepPeaks]:
@@ -232,7 +241,7 @@ class _Resident:
             if time.perf_counter() - begin > 0.3 * request.timeouts.measure_seconds:
                 break
         self.blocks = self.clock.blocks(1)  # the first one only set the pace
-        self.samples_per_second = rate(self.blocks.samples, self.blocks.seconds)[0]
+        self.samples_per_second, self.interval = rate(self.blocks.samples, self.blocks.seconds)
         self.beaten = out_of_the_race(self.blocks.samples, self.blocks.seconds, request.resident_rate_to_beat)
         self.update_share: float | None = None
         self.device_lag_share: float | None = None

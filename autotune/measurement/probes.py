@@ -107,9 +107,11 @@ def probe_loader(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
         if time.perf_counter() - begin > 0.5 * request.timeouts.measure_seconds:
             break
     timed = clock.blocks()
+    value, interval = rate(timed.samples, timed.seconds)
     return LoaderProbe(
         num_workers=loader.num_workers,
         micro_batch_size=loader.batch_size or 0,
-        samples_per_second=rate(timed.samples, timed.seconds)[0],
+        samples_per_second=value,
+        interval=interval,
         blocks=timed,
     )

@@ -95,9 +95,12 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     phase(after)
     findings.append(alone.compared("a save and load of the state", running.training, _save_and_load))
     synchronize(running.meter.device)
+    value, interval = rate(course.clock.samples, course.clock.seconds)
     return SoakResult(
         steps=course.steps,
-        samples_per_second=rate(course.clock.samples, course.clock.seconds)[0],
+        samples_per_second=value,
+        interval=interval,
+        block_count=len(course.clock.seconds),
         last_samples_per_second=1 / course.thirds()[1],
         growth_bytes_per_step=growth,
         allocator_retries=retries,

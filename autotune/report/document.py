@@ -74,3 +74,8 @@ def settings_text(settings: Mapping[str, Value], *, nothing: str = OWN_SETTINGS)
 def changes_text(config: TrainingConfig, baseline: TrainingConfig | None) -> str:
     """What a configuration changes from the baseline; all of it where the baseline is not known."""
     return settings_text(config if baseline is None else config.changes_from(baseline))
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """Such as `1 block`, `18 blocks`; `several` where that is not the word with an s."""
+    return f"1 {one}" if count == 1 else f"{count:,} {several or one + 's'}"

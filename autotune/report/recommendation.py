@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.config import TrainingConfig, value_text
-from autotune.quantities import format_bytes, format_cosine, format_duration, format_error, format_rate, format_ratio
+from autotune.quantities import (
+    NO_UPPER_END,
+    format_bytes,
+    format_cosine,
+    format_duration,
+    format_error,
+    format_rate,
+    format_ratio,
+)
 from autotune.records import Answer, Ceiling, ParityResult, Recommendation
 from autotune.report.document import (
     Block,
@@ -16,12 +24,10 @@ from autotune.report.document import (
     Lines,
     Sentence,
     Verbatim,
+    counted,
     lines_if_any,
     settings_text,
 )
-
-NO_UPPER_END = 1e300
-"""One reading has no spread: its interval then ends at the largest number that JSON can hold."""
 
 
 def recommendation_document(recommendation: Recommendation, study: Path | None) -> Document:
@@ -69,7 +75,9 @@ def _answer_grid(title: str, answers: dict[str, Answer], recommendation: Recomme
     measured: list[tuple[str, Callable[[Answer], str | None]]] = [
         ("samples/s", lambda answer: format_rate(answer.samples_per_second)),
         ("  95 % interval", lambda answer: interval_text(format_rate, answer.interval)),
+        ("  resting on", _basis_text),
         ("loss weight/s (tokens)", lambda answer: _optional(format_rate, answer.weight_per_second)),
+        ("  95 % interval", _weight_interval_text),
         ("effective batch", lambda answer: f"{answer.effective_batch_size:,}"),
         (
             "micro-batch x accumulation",
@@ -85,6 +93,18 @@ def _answer_grid(title: str, answers: dict[str, Answer], recommendation: Recomme
         if any(text is not None for text in texts):
             rows.append((label, *("-" if text is None else text for text in texts)))
     return Grid(title, ("", *answers), tuple(rows), numeric=frozenset(range(1, len(answers) + 1)))
+
+
+def _basis_text(answer: Answer) -> str | None:
+    """How much was measured for the rate; None in a result that does not say."""
+    if not answer.block_count:
+        return None
+    processes = max(1, answer.confirmed_rounds)
+    return f"{counted(answer.block_count, 'block')} in {counted(processes, 'process', 'processes')}"
+
+
+def _weight_interval_text(answer: Answer) -> str | None:
+    return None if answer.weight_interval is None else interval_text(format_rate, answer.weight_interval)
 
 
 def _optional(format_number: Callable[[float], str], number: float | None) -> str | None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.config import Value
-from autotune.quantities import format_duration, format_rate, format_ratio
+from autotune.quantities import format_duration, format_rate, format_ratio, format_spread
 from autotune.records import Phase, Stage, Trial
 from autotune.report.document import Document, Grid, Lines, Sentence, Tone, Verbatim, one_line, settings_text, unwrapped
 from autotune.report.text import grid_lines, wrap
@@ -154,8 +154,12 @@ class LiveView:
             self._failures = (*self._failures, failure)[-FAILURES_SHOWN:]
             self._event(failure)
         elif trial.measurement is not None:
-            rate = format_rate(trial.measurement.samples_per_second)
-            self._event("; ".join(filter(None, [f"trial {trial.number}: {rate} samples/s", self._best])))
+            measured = trial.measurement
+            rate = format_rate(measured.samples_per_second)
+            spread = format_spread(measured.samples_per_second, measured.interval)
+            stopped = ", stopped early" if measured.stopped_early else ""
+            told = f"trial {trial.number}: {rate} samples/s {spread}{stopped}"
+            self._event("; ".join(filter(None, [told, self._best])))
 
     def probe(self, kind: str, text: str) -> None:
         """What a probe showed; the last one of a stage stays in view."""

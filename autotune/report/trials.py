@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.config import TrainingConfig
-from autotune.quantities import format_bytes, format_duration, format_rate
+from autotune.quantities import format_bytes, format_duration, format_rate, format_spread
 from autotune.records import Failure, Probe, Recommendation, Trial, TrialAnswer
 from autotune.report.document import (
     Document,
@@ -14,6 +14,7 @@ from autotune.report.document import (
     Sentence,
     Verbatim,
     changes_text,
+    counted,
     lines_if_any,
 )
 
@@ -38,10 +39,11 @@ def trials_document(
     return (
         Grid(
             f"Trials of {study}",
-            ("#", "stage", "changed from your settings", "samples/s", "peak memory", "took"),
+            ("#", "stage", "changed from your settings", "samples/s (95 %)", "blocks", "peak memory", "took"),
             tuple(_trial_row(trial, baseline) for trial in trials),
-            numeric=frozenset({0, 3, 4, 5}),
+            numeric=frozenset({0, 3, 4, 5, 6}),
         ),
+        *lines_if_any("Stopped early", _stopped_early(trials)),
         *lines_if_any("Compiled", tuple(text for trial in trials if (text := _compiled_text(trial)) is not None)),
         *lines_if_any(
             "Failed", tuple(_failure_text(trial, failure, baseline) for trial, failure in failures), "warning"
@@ -60,9 +62,10 @@ def _baseline(trials: Sequence[Trial], recommendation: Recommendation | None) ->
 
 
 def _trial_row(trial: Trial, baseline: TrainingConfig | None) -> tuple[str, ...]:
-    rate, peak = "-", "-"
+    rate, blocks, peak = "-", "-", "-"
     if trial.measurement is not None:
-        rate = format_rate(trial.measurement.samples_per_second)
+        rate = _rate_text(trial.measurement.samples_per_second, trial.measurement.interval)
+        blocks = str(len(trial.measurement.blocks.seconds))
         peak = format_bytes(trial.measurement.memory.peak_allocated_bytes)
     if trial.failure is not None:
         rate = trial.failure.kind
@@ -72,9 +75,23 @@ def _trial_row(trial: Trial, baseline: TrainingConfig | None) -> tuple[str, ...]
         stage,
         changes_text(trial.config, baseline),
         rate,
+        blocks,
         peak,
         format_duration(trial.seconds),
     )
+
+
+def _rate_text(value: float, interval: tuple[float, float] | None) -> str:
+    return format_rate(value) if interval is None else f"{format_rate(value)} {format_spread(value, interval)}"
+
+
+def _stopped_early(trials: Sequence[Trial]) -> tuple[str, ...]:
+    """One sentence for all that were."""
+    numbers = [str(t.number) for t in trials if t.measurement is not None and t.measurement.stopped_early]
+    if not numbers:
+        return ()
+    which = f"trial {numbers[0]} was" if len(numbers) == 1 else f"trials {', '.join(numbers)} were"
+    return (f"{which} clearly slower than the best by then, and measured no longer than it took to see that",)
 
 
 def _compiled_text(trial: Trial) -> str | None:
@@ -117,10 +134,13 @@ def _answer_text(answer: TrialAnswer) -> str:
         return f"batch {memory.micro_batch_size:,} takes {format_bytes(memory.memory.peak_allocated_bytes)}, {fits}"
     if answer.loader is not None:
         loader = answer.loader
-        return f"{loader.num_workers} workers alone give {format_rate(loader.samples_per_second)} samples/s"
+        given = _rate_text(loader.samples_per_second, loader.interval)
+        return f"{loader.num_workers} workers alone give {given} samples/s ({counted(len(loader.blocks.seconds), 'block')})"
     if answer.parity is not None:
         return f"{'trains the same' if answer.parity.passed else 'does not train the same'}: {answer.parity.reason}"
     if answer.soak is not None:
         held = "; ".join(answer.soak.findings) or "it held"
-        return f"{answer.soak.steps:,} steps at {format_rate(answer.soak.samples_per_second)} samples/s: {held}"
+        soak = answer.soak
+        blocks = f" ({counted(soak.block_count, 'block')})" if soak.block_count else ""
+        return f"{soak.steps:,} steps at {_rate_text(soak.samples_per_second, soak.interval)} samples/s{blocks}: {held}"
     return f"ended after {format_duration(answer.seconds)}"

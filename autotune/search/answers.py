@@ -112,7 +112,7 @@ class Results:
         every = [*confirmations, *self.measurements(config, rounds=False)]
         counted = confirmations or every
         value, interval = _joint_rate(counted)
-        weights = [one.weight_per_second for one in counted if one.weight_per_second is not None]
+        weight, weight_interval = _joint_weight_rate(counted)
         reserved = [one.memory.reserved_bytes for one in every if one.memory.reserved_bytes is not None]
         parity = self.parity_results.get(space.numerics_key(config))
         return Answer(
@@ -122,7 +122,9 @@ class Results:
             micro_batches_per_step=space.micro_batches(config),
             samples_per_second=value,
             interval=interval,
-            weight_per_second=sum(weights) / len(weights) if weights else None,
+            block_count=sum(len(one.blocks.seconds) for one in counted),
+            weight_per_second=weight,
+            weight_interval=weight_interval,
             speedup=self._speedup(config),
             computes_the_same=space.numerics_key(config) == space.numerics_key(self.baseline),
             confirmed_rounds=len(confirmations),
@@ -216,3 +218,12 @@ def _joint_rate(measurements: Sequence[Measurement]) -> tuple[float, tuple[float
     if len(measurements) == 1:
         return measurements[0].samples_per_second, measurements[0].interval
     return rate([sum(one.blocks.samples) for one in measurements], [sum(one.blocks.seconds) for one in measurements])
+
+
+def _joint_weight_rate(measurements: Sequence[Measurement]) -> tuple[float | None, tuple[float, float] | None]:
+    """The same in the loss's own weight; None where it gives none."""
+    if any(one.weight_interval is None for one in measurements):
+        return measurements[0].weight_per_second, None
+    if len(measurements) == 1:
+        return measurements[0].weight_per_second, measurements[0].weight_interval
+    return rate([sum(one.blocks.weights) for one in measurements], [sum(one.blocks.seconds) for one in measurements])

@@ -12,6 +12,7 @@ from autotune.advice.reasons import prices, reasons
 from autotune.config import TrainingConfig, value_text
 from autotune.knobs.base import Knob
 from autotune.memory_margin import leak
+from autotune.quantities import format_spread
 from autotune.records import (
     OUT_OF_MEMORY,
     Answer,
@@ -22,6 +23,7 @@ from autotune.records import (
     WorkloadReference,
 )
 from autotune.search.answers import Results
+from autotune.stats import ratio_from_intervals
 
 
 @dataclass(frozen=True)
@@ -230,9 +232,13 @@ def _rejected(results: Results, baseline: Answer) -> tuple[str, ...]:
         if trial.failure is None or trial.measurement is None or trial.round is not None:
             continue
         changes = _changes_text(trial.config, baseline)
-        times = trial.measurement.samples_per_second / baseline.samples_per_second
+        measured = trial.measurement
+        times, interval = ratio_from_intervals(
+            measured.samples_per_second, measured.interval, baseline.samples_per_second, baseline.interval
+        )
+        text = f"{times:.2f} times the speed ({format_spread(times, interval)})"
         wrong = "and wrong" if trial.failure.kind == "numerics" else "and not usable"
-        sentences.append(f"{changes or 'your settings'}: {times:.2f} times the speed, {wrong}: {trial.failure.message}")
+        sentences.append(f"{changes or 'your settings'}: {text}, {wrong}: {trial.failure.message}")
     return tuple(dict.fromkeys(sentences))
 
 

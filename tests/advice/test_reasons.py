@@ -30,27 +30,31 @@ def test_each_changed_knob_gets_a_sentence_and_no_other() -> None:
 
 def test_a_trial_of_the_change_alone_is_the_evidence() -> None:
     alone = trial(4, {"precision": "bf16"}, rate=1800.0)
-    assert evidence("precision", [START, alone]) == "1.80x the speed alone (trial 4)"
+    assert evidence("precision", [START, alone]) == "1.80x (± 1.4 %) the speed alone (trial 4)"
 
 
 def test_a_trial_without_the_change_shows_what_it_adds_to_the_others() -> None:
     without = trial(7, {"batch_size": 64, "compile_mode": "default"}, rate=1500.0)
-    assert evidence("precision", [START, without, BEST]) == "1.60x beside the other changes (trial 7 is without it)"
+    assert (
+        evidence("precision", [START, without, BEST])
+        == "1.60x (± 1.4 %) beside the other changes (trial 7 is without it)"
+    )
     alone = trial(4, {"precision": "bf16"}, rate=1800.0)
     assert evidence("precision", [START, alone, without, BEST]) == (
-        "1.80x the speed alone (trial 4) and 1.60x beside the other changes (trial 7 is without it)"
+        "1.80x (± 1.4 %) the speed alone (trial 4) and 1.60x (± 1.4 %) beside the other changes (trial 7 is without it)"
     )
 
 
 def test_a_single_change_is_not_told_twice() -> None:
     alone = trial(4, {"precision": "bf16"}, rate=1800.0)
     config = BASELINE.replace({"precision": "bf16"})
-    assert reasons(config, BASELINE, [START, alone], KNOBS)[0].endswith(": 1.80x the speed alone (trial 4)")
+    assert reasons(config, BASELINE, [START, alone], KNOBS)[0].endswith(": 1.80x (± 1.4 %) the speed alone (trial 4)")
 
 
 def test_a_slower_change_is_told_as_it_is() -> None:
     assert (
-        evidence("batch_size", [START, trial(4, {"batch_size": 64}, rate=900.0)]) == "0.90x the speed alone (trial 4)"
+        evidence("batch_size", [START, trial(4, {"batch_size": 64}, rate=900.0)])
+        == "0.90x (± 1.4 %) the speed alone (trial 4)"
     )
 
 
@@ -63,7 +67,7 @@ def test_failed_trials_are_no_evidence() -> None:
 
 def test_the_latest_measurement_counts() -> None:
     trials = [START, trial(4, {"precision": "bf16"}, rate=5000.0), trial(12, {"precision": "bf16"}, rate=1800.0)]
-    assert evidence("precision", trials) == "1.80x the speed alone (trial 12)"
+    assert evidence("precision", trials) == "1.80x (± 1.4 %) the speed alone (trial 12)"
 
 
 def priced(

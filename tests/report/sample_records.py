@@ -103,7 +103,8 @@ def answer(config: TrainingConfig, **changes: Any) -> Answer:
 def fast_answer(**changes: Any) -> Answer:
     fields: dict[str, Any] = {
         "effective_batch_size": 128, "micro_batch_size": 64, "micro_batches_per_step": 2,
-        "samples_per_second": 2345.6, "interval": (2300.0, 2390.0), "weight_per_second": 537_102.0,
+        "samples_per_second": 2345.6, "interval": (2300.0, 2390.0), "block_count": 18, "weight_per_second": 537_102.0,
+        "weight_interval": (526_000.0, 548_000.0),
         "speedup": Ratio(value=2.346, interval=(2.29, 2.41)), "peak_allocated_bytes": int(28.5 * GIB),
         "reserved_bytes": 31 * GIB, "compile_seconds": 21.3, "compile_pays_after_steps": 1900,
         "training_hours": 3.25, "parity": parity(), "reasons": ("precision=bf16: 1.80x the speed alone (trial 4)",),

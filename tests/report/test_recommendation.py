@@ -26,13 +26,17 @@ def test_the_verdict_comes_first() -> None:
 def test_the_table_sets_the_users_settings_beside_the_recommended_ones() -> None:
     grid = next(block for block in recommendation_document(recommendation(), None) if isinstance(block, Grid))
     assert grid.header == ("", "yours", "recommended")
-    rows = {row[0].strip(): row[1:] for row in grid.rows}
+    labels = [row[0].strip() for row in grid.rows]
+    weight_interval = grid.rows[1 + labels.index("loss weight/s (tokens)")]
+    assert weight_interval == ("  95 % interval", "-", "526,000 to 548,000")
+    rows = {row[0].strip(): row[1:] for row in grid.rows if row != weight_interval}
     assert rows == {
         "batch_size": ("32", "64"),
         "compile_mode": ("as_is", "default"),
         "precision": ("as_is", "bf16"),
         "samples/s": ("1,000", "2,346"),
         "95 % interval": ("990 to 1,010", "2,300 to 2,390"),
+        "resting on": ("-", "18 blocks in 3 processes"),
         "loss weight/s (tokens)": ("229,000", "537,102"),
         "effective batch": ("32", "128"),
         "micro-batch x accumulation": ("32 x 1", "64 x 2"),
@@ -43,10 +47,21 @@ def test_the_table_sets_the_users_settings_beside_the_recommended_ones() -> None
     }
 
 
+def test_a_rate_that_rests_on_one_process_says_so() -> None:
+    text = told(baseline=answer(BASELINE, block_count=1), best=fast_answer(block_count=3, confirmed_rounds=0))
+    assert "resting on 1 block in 3 processes 3 blocks in 1 process" in text
+
+
 def test_rows_without_anything_to_tell_are_left_out() -> None:
-    bare = {"weight_per_second": None, "reserved_bytes": None, "training_hours": None}
+    bare = {
+        "weight_per_second": None,
+        "weight_interval": None,
+        "block_count": 0,
+        "reserved_bytes": None,
+        "training_hours": None,
+    }
     text = told(baseline=answer(BASELINE, **bare), best=fast_answer(**bare, compile_seconds=0.1))
-    for label in ("tokens", "memory reserved", "hours for", "cold compile"):
+    for label in ("tokens", "memory reserved", "hours for", "cold compile", "resting on"):
         assert label not in text
 
 

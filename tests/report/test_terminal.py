@@ -67,7 +67,7 @@ def test_without_a_terminal_every_event_is_one_line() -> None:
     assert stream.getvalue().splitlines() == [
         "stage compute: one knob at a time",
         "trial 4: precision=bf16",
-        "trial 4: 1,800 samples/s; best so far 1,800 samples/s, 1.80x the speed of your settings",
+        "trial 4: 1,800 samples/s ± 1 %; best so far 1,800 samples/s, 1.80x the speed of your settings",
         "trial 5: device_oom: CUDA out of [memory]",
         "memory probe: batch 64 takes 3 GiB",
         "note: the GPU is shared",

@@ -34,9 +34,9 @@ def probe(kind: Any, **answer: Any) -> Probe:
 def test_every_trial_is_a_row_that_says_what_it_changed() -> None:
     grid = next(block for block in trials_document(TRIALS, [], None, STUDY) if isinstance(block, Grid))
     assert grid.rows == (
-        ("0", "baseline", "your settings", "1,000", "10.0 GiB", "12 s"),
-        ("1", "compute", "precision=bf16", "1,800", "10.0 GiB", "12 s"),
-        ("2", "explore", "batch_size=96, pin_memory=true", "crash", "-", "12 s"),
+        ("0", "baseline", "your settings", "1,000 ± 1 %", "2", "10.0 GiB", "12 s"),
+        ("1", "compute", "precision=bf16", "1,800 ± 1 %", "2", "10.0 GiB", "12 s"),
+        ("2", "explore", "batch_size=96, pin_memory=true", "crash", "-", "-", "12 s"),
     )
 
 
@@ -50,6 +50,22 @@ def test_what_the_compiler_made_of_a_step_is_told() -> None:
     sentence = "trial 1: 5 graphs, 2 graph breaks, 3 graphs made after the first step; the first step took 21 s"
     assert sentence in text
     assert text.count("graph breaks") == 1
+
+
+def test_a_trial_that_was_stopped_early_is_called_that() -> None:
+    beaten = [trial(number, {"batch_size": 8 * number}, rate=500.0) for number in (2, 3)]
+    stopped = [
+        one.model_copy(
+            update={"measurement": one.measurement and one.measurement.model_copy(update={"stopped_early": True})}
+        )
+        for one in beaten
+    ]
+    text = " ".join(render(trials_document([*TRIALS[:2], *stopped], [], None, STUDY)).split())
+    assert "Stopped early - trials 2, 3 were clearly slower than the best by then" in text
+    assert "Stopped early - trial 2 was clearly" in " ".join(
+        render(trials_document([*TRIALS[:2], stopped[0]], [], None, STUDY)).split()
+    )
+    assert "Stopped early" not in render(trials_document(TRIALS, [], None, STUDY))
 
 
 def test_a_confirmation_says_its_round() -> None:
@@ -100,19 +116,20 @@ def test_an_empty_study_says_so() -> None:
         ),
         (
             probe("loader", loader=LoaderProbe(
-                num_workers=4, micro_batch_size=64, samples_per_second=4168.0,
+                num_workers=4, micro_batch_size=64, samples_per_second=4168.0, interval=(4084.64, 4251.36),
                 blocks=Blocks(seconds=(0.3,), samples=(1250,), steps=(10,)),
             )),
-            "loader, precision=bf16: 4 workers alone give 4,168 samples/s",
+            "loader, precision=bf16: 4 workers alone give 4,168 ± 2 % samples/s (1 block)",
         ),
         (probe("parity", parity=parity()), "trains the same: within three times"),
         (probe("parity", parity=parity(passed=False, reason="no gradient")), "does not train the same: no gradient"),
         (
             probe("soak", soak=SoakResult(
-                steps=1200, samples_per_second=1800.0, growth_bytes_per_step=0, allocator_retries=0,
+                steps=1200, samples_per_second=1800.0, interval=(1782.0, 1818.0), block_count=60,
+                growth_bytes_per_step=0, allocator_retries=0,
                 findings=("a leak",),
             )),
-            "1,200 steps at 1,800 samples/s: a leak",
+            "1,200 steps at 1,800 ± 1 % samples/s (60 blocks): a leak",
         ),
         (
             probe("memory", failure=Failure(kind="device_oom", phase="warm-up", message="too large")),

@@ -232,7 +232,7 @@ def test_fast_and_wrong_is_told_and_not_recommended() -> None:
     trials = started().add(BF16, 4000, fails="numerics", phase="parity")
     found = recommended(trials)
     assert found.keep
-    assert found.rejected == ("precision=bf16: 4.00 times the speed, and wrong: it ended with numerics",)
+    assert found.rejected == ("precision=bf16: 4.00 times the speed (± 0.71 %), and wrong: it ended with numerics",)
     assert found.failure_counts == {"numerics": 1}
 
 
@@ -251,7 +251,7 @@ def test_what_failed_in_its_soak_is_told_and_not_recommended() -> None:
     trials.made[1] = failed
     found = recommended(trials)
     assert found.keep
-    assert found.rejected == ("precision=bf16: 1.50 times the speed, and not usable: in the soak: no memory",)
+    assert found.rejected == ("precision=bf16: 1.50 times the speed (± 0.5 %), and not usable: in the soak: no memory",)
 
 
 def test_what_never_ran_is_counted_and_not_told_as_faster() -> None:
