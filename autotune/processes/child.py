@@ -1,7 +1,7 @@
 """The process of one trial: set apart, given its limits, it runs the user's training step and writes down the answer.
 
 The only module of the orchestrator's half that reaches training and measurement, which it names by a string. It is
-either entered in a fork of the server or, as `python -m autotune.processes.child`, in an interpreter of its own.
+either entered in a fork of the server or, through `main`, in an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import NoReturn
 from autotune.machine import available_memory_bytes
 from autotune.processes import system_memory
 from autotune.processes.failures import classify, import_failure
-from autotune.processes.wire import TrialOrder, encode_answer, unfinished
+from autotune.processes.interpreter import command
+from autotune.processes.wire import SHOW_WHERE_SIGNAL, TrialOrder, encode_answer, unfinished
 from autotune.records import Conditions, Failure, Phase, TrialAnswer, TrialRequest
 from autotune.workload import UserFunctions, load_functions
 
@@ -36,9 +37,6 @@ START_METHOD_VARIABLE = "AUTOTUNE_START_METHOD"
 
 DEFAULT_MEMORY_SHARE = 0.9
 """Of the available host memory, for a CPU trial without a limit: the kernel's killer must not be what answers."""
-
-SHOW_WHERE_SIGNAL = signal.SIGUSR2
-"""On which a trial prints where it is, even while it is stuck in native code."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -82,7 +80,7 @@ def run_fresh(order: TrialOrder, report_descriptor: int) -> None:
         pickle.dump(order, stream)
     os.lseek(order_descriptor, 0, os.SEEK_SET)
     os.set_inheritable(report_descriptor, True)
-    arguments = [sys.executable, "-m", "autotune.processes.child", str(order_descriptor), str(report_descriptor)]
+    arguments = command("autotune.processes.child", str(order_descriptor), str(report_descriptor))
     os.execv(sys.executable, arguments)
 
 
@@ -103,9 +101,16 @@ def main() -> None:
     sys.argv = [order.workload.location]
     trial = TrialProcess(order, report_descriptor)
     try:
-        trial.run(lambda: load_functions(order.workload))
+        trial.run(lambda: _load_after_torch(order))
     finally:
         leave()
+
+
+def _load_after_torch(order: TrialOrder) -> UserFunctions:
+    # first, as in the server: what lies in the user's directories must not take the place of what torch imports
+    import torch  # noqa: F401
+
+    return load_functions(order.workload)
 
 
 def leave() -> NoReturn:
@@ -212,7 +217,3 @@ def _limit_cuda(limit_bytes: int) -> None:
 
     total_bytes = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes))
-
-
-if __name__ == "__main__":
-    main()

@@ -115,14 +115,14 @@ def _named(phase: Phase) -> str:
 
 
 def _failed(kind: FailureKind, ending: Ending, message: str, *, signal_name: str | None = None) -> TrialAnswer:
-    detail = _where(_tail(ending.output_path))
+    detail = where_it_was(ending.output_path)
     failure = Failure(kind=kind, phase=ending.last_phase, message=message, detail=detail, signal=signal_name)
     return TrialAnswer(failure=failure)
 
 
-def _where(tail: str) -> str:
-    """The user's own frames, from the stack that Python printed when the trial crashed or was found hanging."""
-    _, heading, stack = tail.rpartition("(most recent call first):\n")
+def where_it_was(output_path: str) -> str:
+    """The user's own frames, from the stack that Python printed when a process crashed or was found hanging."""
+    _, heading, stack = _tail(output_path).rpartition("(most recent call first):\n")
     frames = [line for line in stack.splitlines() if (found := _FRAME_LINE.match(line)) and is_own(found["file"])]
     return "\n".join(["Where it was (the user's own frames, innermost first):", *frames]) if heading and frames else ""
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from autotune.errors import UserError, WorkloadError
 from autotune.failure import TrialFailure
@@ -126,6 +127,10 @@ def import_failure(error: BaseException, location: str) -> WorkloadError:
         message += '; put what runs the script under `if __name__ == "__main__":`'
     if isinstance(error, ImportError) and "relative import" in origin.message:
         message += "; name it as a module from the folder above its package, such as package.train"
+    if isinstance(error, ImportError) and error.name in sys.stdlib_module_names:
+        own = Path(location).parent / f"{error.name}.py"
+        if own.is_file():
+            message += f"; {own} has the name of a module of Python's own, which was imported instead: rename yours"
     return WorkloadError(message, origin.detail)
 
 

@@ -59,7 +59,7 @@ class TrialPool:
         self._directory = directory.resolve()  # importing the user's module may change the server's directory
         self._warm_compiler = warm_compiler
         self._gpu_used_bytes = gpu_used_bytes or (lambda: None)
-        self._on_note = on_note
+        self._on_note = on_note or (lambda note: None)
         self._entry = entry
         self._silence_seconds = silence_seconds
         self._working_directory = os.getcwd()
@@ -119,7 +119,7 @@ class TrialPool:
         server = ServerProcess(environment, self._directory / "server.log")
         self._servers[key] = server
         try:
-            problem = server.prepare(self._hello()).fork_problem
+            problem = server.prepare(self._hello(), self._on_note).fork_problem
         except BaseException:
             self._discard(server)
             raise
@@ -143,8 +143,7 @@ class TrialPool:
         self._start_method = "fresh"
         note = f"{reason}: each trial gets an interpreter of its own, which takes some seconds more"
         self.notes.append(note)
-        if self._on_note is not None:
-            self._on_note(note)
+        self._on_note(note)
 
     def _discard(self, server: ServerProcess) -> None:
         self._servers = {key: other for key, other in self._servers.items() if other is not server}

@@ -1,6 +1,6 @@
 """The fork server: imports torch and the user's module once, and forks a process for each trial.
 
-Started as `python -m autotune.processes.server DESCRIPTOR PARENT` by `server_process.ServerProcess`. It never touches
+Started with a descriptor and its parent's number by `server_process.ServerProcess`. It never touches
 CUDA, forks from its only thread of our own, adopts whatever a trial leaves behind, and kills it all before it exits:
 when it is told to, and when the orchestrator is gone.
 """
@@ -8,6 +8,7 @@ when it is told to, and when the orchestrator is gone.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -23,6 +24,7 @@ from autotune.processes.preparation import fork, fork_problem, import_user_modul
 from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit, is_resource_tracker
 from autotune.processes.shared_memory import remove_left_by
 from autotune.processes.wire import (
+    SHOW_WHERE_SIGNAL,
     Channel,
     EndTrial,
     Hello,
@@ -90,6 +92,7 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, self._parent_thread_ended)
+        faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _parent_thread_ended(self, number: int, frame: FrameType | None) -> None:
@@ -216,7 +219,7 @@ class Server:
     def _end(self, message: EndTrial) -> None:
         assert self._trial is not None
         if message.show_where and not self._trial.exited:
-            os.kill(self._trial.pid, child.SHOW_WHERE_SIGNAL)
+            os.kill(self._trial.pid, SHOW_WHERE_SIGNAL)
             time.sleep(_SHOW_WHERE_SECONDS)
         below = descendants(os.getpid(), except_below=self._kept)
         limits = [limit for process in below if (limit := exhausted_files_limit(process.pid)) is not None]
@@ -264,7 +267,3 @@ def main() -> None:
     connection.set_inheritable(False)
     Server(Channel(connection), int(sys.argv[2])).run()
     child.leave()
-
-
-if __name__ == "__main__":
-    main()

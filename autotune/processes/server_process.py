@@ -8,17 +8,21 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import WorkloadError
+from autotune.processes.ending import where_it_was
+from autotune.processes.interpreter import command
 from autotune.processes.process_tree import carrying, descendants
-from autotune.processes.wire import MARKER_VARIABLE, Channel, Hello, ImportFailed, Ready
+from autotune.processes.wire import MARKER_VARIABLE, SHOW_WHERE_SIGNAL, Channel, Hello, ImportFailed, Ready
 
 _IMPORT_SECONDS = 600.0
+_STILL_IMPORTING_SECONDS = (20.0, 60.0, 120.0, 300.0)
+"""After which the user is told that it is the import that takes so long: torch's own takes up to 12 s."""
+_SHOW_WHERE_SECONDS = 0.5
 _STOP_SECONDS = 40.0
 """More than the server itself takes to give up on a process that does not die."""
 
@@ -39,7 +43,7 @@ class ServerProcess:
         }
         self._importing = False
         ours, theirs = socket.socketpair()
-        arguments = [sys.executable, "-m", "autotune.processes.server", str(theirs.fileno()), str(os.getpid())]
+        arguments = command("autotune.processes.server", str(theirs.fileno()), str(os.getpid()))
         try:
             with theirs, log_path.open("ab") as log:
                 self._process = subprocess.Popen(
@@ -61,16 +65,19 @@ class ServerProcess:
         """The server's process id."""
         return self._process.pid
 
-    def prepare(self, hello: Hello) -> Ready:
-        """Has it import the user's module. Raises WorkloadError where that fails, in whichever way."""
+    def prepare(self, hello: Hello, on_progress: Callable[[str], None]) -> Ready:
+        """Has it import the user's module. Raises WorkloadError where that fails, in whichever way.
+
+        `on_progress` is told in a sentence, again and again, where it takes long.
+        """
         location = hello.workload.location
         self._importing = True
         try:
             self.send(hello)
-            answer = self.receive(_IMPORT_SECONDS)
+            answer = self._prepared(location, on_progress)
             self._importing = False
         except TimeoutError:
-            raise WorkloadError(f"importing {location} did not end within {_IMPORT_SECONDS:.0f} s") from None
+            raise self._hangs_at_import(location) from None
         except EOFError:
             ended = self.how_it_ended()
             raise WorkloadError(
@@ -80,6 +87,26 @@ class ServerProcess:
             raise WorkloadError(answer.message, answer.detail)
         assert isinstance(answer, Ready), answer
         return answer
+
+    def _prepared(self, location: str, on_progress: Callable[[str], None]) -> Any:
+        began = time.monotonic()
+        for seconds in (*_STILL_IMPORTING_SECONDS, _IMPORT_SECONDS):
+            try:
+                return self.receive(began + seconds - time.monotonic())
+            except TimeoutError:
+                if seconds < _IMPORT_SECONDS:
+                    printed = f"what it prints goes to {self._log_path}"
+                    on_progress(f"still importing torch and {location} after {seconds:.0f} s; {printed}")
+        raise TimeoutError
+
+    def _hangs_at_import(self, location: str) -> WorkloadError:
+        os.kill(self.pid, SHOW_WHERE_SIGNAL)
+        time.sleep(_SHOW_WHERE_SECONDS)
+        return WorkloadError(
+            f"importing {location} did not end within {_IMPORT_SECONDS:.0f} s: what takes so long belongs into model_fn "
+            'or data_fn, and what runs the script under `if __name__ == "__main__":`',
+            where_it_was(str(self._log_path)),
+        )
 
     def send(self, message: object) -> None:
         """Raises EOFError where the server is gone."""

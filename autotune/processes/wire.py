@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import select
+import signal
 import socket
 import struct
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ ENTRY = "autotune.measurement.phases:answer"
 
 MARKER_VARIABLE = "AUTOTUNE_SERVER"
 """Set for a server to a name of its own, so that every process it leaves behind can be found."""
+
+SHOW_WHERE_SIGNAL = signal.SIGUSR2
+"""On which the server and a trial print where they are, even while they are stuck in native code."""
 
 _LONGEST_WAIT_MILLISECONDS = 2**31 - 1  # what poll() takes: 24 days
 _HEADER = struct.Struct(">Q")
