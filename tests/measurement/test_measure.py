@@ -164,6 +164,15 @@ def test_a_loss_with_weights_is_told_in_them_too() -> None:
     result = measured(program(loss_fn=tokens), batch_size=4, global_batch_size=8)
     assert result.blocks.weights == tuple(3.0 * samples for samples in result.blocks.samples)
     assert result.weight_per_second == pytest.approx(3 * result.samples_per_second)
+    assert result.weight_interval == pytest.approx([3 * end for end in result.interval])
+
+
+def test_a_weight_of_nothing_has_no_interval() -> None:
+    def nothing_counts(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return mse(model, batch), 0
+
+    result = measured(program(loss_fn=nothing_counts), precision="fp16", maximum_blocks=3)
+    assert (result.weight_per_second, result.weight_interval) == (0.0, None)
 
 
 def test_short_last_windows_count_with_the_samples_they_have() -> None:

@@ -387,3 +387,37 @@ def test_warnings_reasons_and_leaks_are_passed_on() -> None:
 def test_the_same_trials_give_the_same_recommendation() -> None:
     trials = started().rounds(BF16, [1500, 1510, 1490], [1000, 990, 1020])
     assert recommended(trials) == recommended(trials)
+
+
+# --- what a rate rests on, and batches of unequal length ----------------------------------------------------------------
+
+
+def test_a_rate_says_how_many_blocks_it_rests_on() -> None:
+    found = recommended(started().rounds(BF16, [1500, 1650, 1350], [1000, 1100, 900]))
+    assert (found.best.block_count, found.best.confirmed_rounds) == (9, 3)
+    assert (found.baseline.block_count, found.baseline.confirmed_rounds) == (9, 3)
+    assert recommended(started()).baseline.block_count == 3
+
+
+def test_tokens_are_told_as_totals_with_the_interval_of_the_processes() -> None:
+    def tokens(weights: float) -> dict[str, Any]:
+        blocks = Blocks(seconds=(1.0,) * 3, samples=(1500,) * 3, steps=(10,) * 3, weights=(weights,) * 3)
+        return {"blocks": blocks, "weight_per_second": weights, "weight_interval": (weights, weights)}
+
+    trials = started().add(BF16, 1500, **tokens(9_000.0))
+    assert recommended(trials, unconfirmed=True).best.weight_interval == (9_000.0, 9_000.0)
+    for number, weights in enumerate((8_900.0, 9_000.0, 9_100.0)):
+        trials.add({}, 1000, round=number).add(BF16, 1500, round=number, **tokens(weights))
+    best = recommended(trials).best
+    assert best.config == BASELINE.replace(BF16)
+    assert best.weight_per_second == pytest.approx(9_000.0)
+    assert best.weight_interval is not None
+    assert 8_500 < best.weight_interval[0] < 9_000 < best.weight_interval[1] < 9_500
+
+
+def test_a_recommendation_that_is_compiled_again_for_new_shapes_says_so() -> None:
+    trials = started().rounds(COMPILED, [1500] * 3, [1000] * 3, compiled_graphs=4, recompiles=3)
+    (warning,) = [text for text in recommended(trials).warnings if "graphs were compiled" in text]
+    assert warning == ("3 graphs were compiled after the first step: shapes vary, and new ones may be compiled again")
+    steady = started().rounds(COMPILED, [1500] * 3, [1000] * 3, compiled_graphs=4)
+    assert not any("graphs were compiled" in text for text in recommended(steady).warnings)
