@@ -88,7 +88,8 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     if retries:
         findings.append(f"the allocator had to free and retry {retries} times: it fits, but thrashes")
     if recompiles:
-        findings.append(f"{recompiles} graphs were compiled while it ran on, each a wait: the shapes of batches vary")
+        graphs = "1 graph was" if recompiles == 1 else f"{recompiles:,} graphs were"
+        findings.append(f"{graphs} compiled while it ran on: the last batch of a pass is shorter, or shapes vary")
     alone = _Alone(functions, request, running.first_window)
     phase(after)
     findings.append(alone.compared("an evaluation without gradients", running.training, _evaluate))

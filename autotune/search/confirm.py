@@ -7,7 +7,7 @@ from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
 from autotune.search.answers import settled
-from autotune.search.pace import slow_to_start
+from autotune.search.pace import Pace, slow_to_start
 from autotune.search.session import Session, parity_failure
 from autotune.stats import FEWEST_ROUNDS
 
@@ -21,6 +21,8 @@ ALIKE = 1.01
 LARGEST_RESERVE = 0.45
 """Share of the budget that the confirmation may keep for itself."""
 FEWEST_SOAK_SECONDS = 5.0
+FEWEST_SOAK_STEPS = 200
+"""Enough, where a budget leaves no time for the whole soak."""
 OF_THE_PROGRAM: tuple[FailureKind, ...] = ("numerics", "user_error")
 """Failures that a program which runs on for longer may have by itself: a loss that diverges, a broken sample."""
 
@@ -219,6 +221,8 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
     if failure is None:
         if answer.soak is not None:
             session.warnings.extend(finding for finding in answer.soak.findings if finding not in session.warnings)
+            if session.pace.soak_seconds < Pace.soak_seconds and answer.soak.steps < FEWEST_SOAK_STEPS:
+                session.warnings.append(f"the soak was cut short for this budget: it ran {answer.soak.steps:,} steps")
         elif is_baseline and answer.failure is not None:
             session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
         return True

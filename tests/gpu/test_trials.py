@@ -85,6 +85,15 @@ def test_cuda_graphs_run_and_train_the_same(perceptron):
     assert perceptron.run("parity", changes).parity.passed
 
 
+@pytest.mark.parametrize("compile_mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_runs_on_evaluates_and_loads_what_it_saved(perceptron, compile_mode):
+    changes = {"precision": "fp16", "optimizer_impl": "fused", "compile_mode": compile_mode}
+    answer = perceptron.run("soak", changes)
+    assert answer.failure is None, answer.failure
+    assert answer.soak.growth_bytes_per_step == 0.0
+    assert not [line for line in answer.soak.findings if "evaluation" in line or "state" in line], answer.soak.findings
+
+
 def test_allocated_bytes_are_affine_with_the_true_slope(keeping):
     peaks = {
         size: keeping.run("memory", {"batch_size": size}).memory.memory.peak_allocated_bytes for size in (8, 32, 64)

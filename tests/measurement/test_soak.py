@@ -276,7 +276,7 @@ def test_a_state_that_no_settings_can_load_is_told() -> None:
 def test_a_shorter_last_batch_that_is_compiled_for_again_is_told() -> None:
     functions = program(lambda: nn.Linear(WIDTH, 1), lambda: regression_data(samples=8 * 400 + 3))
     findings = soaked(functions, maximum_blocks=2, compile_mode="default", compile_scope="model").findings
-    assert any("1 graphs were compiled while it ran on" in line for line in findings)
+    assert any("1 graph was compiled while it ran on" in line for line in findings)
 
 
 def test_a_model_that_tells_its_own_loss_is_evaluated_too() -> None:

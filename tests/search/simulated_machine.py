@@ -208,7 +208,7 @@ class SimulatedMachine:
                 seconds = request.block_seconds * request.maximum_blocks
                 pace = self.true_rate(request.config)
                 soak = SoakResult(
-                    steps=100, samples_per_second=pace, last_samples_per_second=pace, growth_bytes_per_step=0.0,
+                    steps=400, samples_per_second=pace, last_samples_per_second=pace, growth_bytes_per_step=0.0,
                     allocator_retries=0,
                 )  # fmt: skip
                 return TrialAnswer(soak=soak, seconds=1.0 + seconds)

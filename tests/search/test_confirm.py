@@ -255,6 +255,13 @@ def test_a_rate_that_falls_on_a_busy_machine_is_not_held_against_the_winner(
     assert best(search) == search.space.baseline.replace(BF16)
 
 
+def test_a_soak_that_a_short_budget_cuts_short_says_so(new_directory: NewDirectory, monkeypatch: Any) -> None:
+    finding(monkeypatch, lambda request, soak: {"steps": 150})
+    short = confirmed(new_directory(), BF16, budget_seconds=200.0)
+    assert warnings_of(short) == ["the soak was cut short for this budget: it ran 150 steps"]
+    assert warnings_of(confirmed(new_directory(), BF16, budget_seconds=1000.0)) == []
+
+
 def test_a_failure_that_the_users_own_program_has_too_is_told(new_directory: NewDirectory) -> None:
     breaking = replace(CLOSE, faults=(Fault("soak", {}, "user_error", "soak"),))
     search = confirmed(new_directory(), BF16, FP16, program=breaking, budget_seconds=1000.0)
