@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autotune.api import fit, verify
+    from autotune.errors import SearchInterrupted
     from autotune.result import TuningResult, load
 
 __version__ = "0.1.0"
-__all__ = ["TuningResult", "__version__", "fit", "load", "verify"]
+__all__ = ["SearchInterrupted", "TuningResult", "__version__", "fit", "load", "verify"]
 
 _HOMES = {
     "fit": "autotune.api",
     "verify": "autotune.api",
     "load": "autotune.result",
     "TuningResult": "autotune.result",
+    "SearchInterrupted": "autotune.errors",
 }
 
 

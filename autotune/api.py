@@ -50,7 +50,7 @@ from autotune.search.session import Session
 from autotune.search.study import Study, refuse_unusable, stored_records, workload_identity
 from autotune.search.tables import DirectoryLock
 from autotune.search.verify import verify as verify_recommendation
-from autotune.search.watcher import QuietWatcher, SearchWatcher
+from autotune.search.watcher import CallbackFailed, CallingWatcher, QuietWatcher, SearchWatcher
 from autotune.space import SearchSpace, build_space, refuse_unknown
 from autotune.workload import ROLES, Workload, workload_from_functions
 
@@ -90,6 +90,7 @@ def fit(
     seed: int = 0,
     fresh: bool = False,
     quiet: bool = False,
+    on_trial: Callable[[Trial, float | None], object] | None = None,
 ) -> TuningResult:
     """Finds the fastest way to run the training step of these functions that fits and trains the same.
 
@@ -98,6 +99,10 @@ def fit(
     `memory_limit` a size (`"24GiB"`, or bytes); `blocks` names the modules to recompute, or their class, where those that
     are found are not the right ones. Trials and `best.json` are kept in the directory `study`; the same call
     goes on where it stopped. Progress goes to stderr unless `quiet`.
+
+    `on_trial(trial, speedup)` is called after each trial, which is stored by then, with how many times the speed of the
+    user's program the best so far has (None before there is one). An exception in it ends the search: the best so far is
+    saved, and the exception raised again. So can a search be stopped that runs in another thread, where no Ctrl-C arrives.
 
     Raises `UserError` (a ValueError) for what the user can change, with a sentence that says so, `NoAnswerError` where
     there is no answer for another reason, `SearchInterrupted` (a KeyboardInterrupt) after Ctrl-C, with the best so far.
@@ -124,7 +129,7 @@ def fit(
     )
     workload = _workload(model_fn, data_fn, loss_fn, optimizer_fn, scheduler_fn)
     with _watcher(quiet) as watcher:
-        return search(workload, options, watcher)
+        return search(workload, options, watcher if on_trial is None else CallingWatcher(watcher, on_trial))
 
 
 def _refuse_in_a_child(called: str) -> None:
@@ -163,15 +168,32 @@ def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
     Raises as `fit` does.
     """
     began = time.monotonic()
-    with _opened(workload, options, watcher) as opened:
-        started = Search(opened.session)
-        session = opened.session
-        try:
-            _run(started, began)
-            return _result(opened, started, began)
-        except KeyboardInterrupt:
-            result = _result(opened, started, began, unconfirmed=True) if session.baseline is not None else None
-            raise SearchInterrupted(result) from None
+    was_opened = False
+    try:
+        with _opened(workload, options, watcher) as opened:
+            was_opened = True
+            return _searched(opened, began)
+    except CallbackFailed as failed:
+        callback_error = failed.error
+    except KeyboardInterrupt:
+        if was_opened:
+            raise
+        raise SearchInterrupted(None) from None
+    raise callback_error  # here, where nothing is added to what it says
+
+
+def _searched(opened: _Opened, began: float) -> TuningResult:
+    """The search in an open study. Whatever ends it early leaves the best so far in `best.json`."""
+    started = Search(opened.session)
+    try:
+        _run(started, began)
+    except (KeyboardInterrupt, CallbackFailed) as ended:
+        measured = opened.session.baseline is not None
+        result = _result(opened, started, began, unconfirmed=True) if measured else None
+        if isinstance(ended, CallbackFailed):
+            raise
+        raise SearchInterrupted(result, opened.directory / RESULT_NAME) from None
+    return _result(opened, started, began)
 
 
 def _run(started: Search, began: float) -> None:

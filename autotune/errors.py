@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ class NoAnswerError(RuntimeError):
 
 
 class SearchInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a search.
+    """Ctrl-C during a search. Its text says what is left of it, as a notebook shows it below the cell.
 
-    `result` is the best so far, already saved in the study; None where the baseline had not ended.
+    `result` is the best so far, already saved as `saved_as`; None where the baseline had not ended.
     """
 
-    def __init__(self, result: TuningResult | None) -> None:
-        super().__init__()
+    def __init__(self, result: TuningResult | None, saved_as: Path | None = None) -> None:
+        kept = "nothing was measured yet"
+        if result is not None:
+            kept = f'the best so far is in `.result` of this exception, and kept: autotune.load("{saved_as}")'
+        super().__init__(f"the search was interrupted; {kept}. The same call goes on where this one stopped")
         self.result = result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from autotune.config import Value
@@ -12,7 +12,8 @@ from autotune.records import Phase, Stage, Trial
 class SearchWatcher(Protocol):
     """Told of every event in the order in which it happens, from the orchestrator's main thread.
 
-    Called between trials and from within them, so an implementation returns quickly and raises nothing.
+    Called between trials and from within them, so an implementation returns quickly and raises nothing, unless it shall
+    end the search (`CallbackFailed`).
     """
 
     def stage(self, stage: Stage, detail: str) -> None:
@@ -70,6 +71,30 @@ class PassingWatcher:
     def time_left(self, seconds: float) -> None:
         """Passed on."""
         self._watcher.time_left(seconds)
+
+
+class CallbackFailed(Exception):  # noqa: N818  # no error of ours: it carries the user's to where the study is closed
+    """The user's function raised; `error` is what."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class CallingWatcher(PassingWatcher):
+    """Also calls a function of the user after every trial. What that raises ends the search, as a `CallbackFailed`."""
+
+    def __init__(self, watcher: SearchWatcher, on_trial: Callable[[Trial, float | None], object]) -> None:
+        super().__init__(watcher)
+        self._on_trial = on_trial
+
+    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+        """Passed on, then the function is called; the trial is in the study already."""
+        super().trial_finished(trial, best_samples_per_second, speedup)
+        try:
+            self._on_trial(trial, speedup)
+        except Exception as error:  # the user's function may raise anything
+            raise CallbackFailed(error) from error
 
 
 class QuietWatcher:
