@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.options import VerifyReport
-from autotune.quantities import format_bytes, format_duration, format_rate, format_ratio
+from autotune.quantities import format_bytes, format_duration, format_rate, format_ratio, format_spread
 from autotune.records import Answer
 from autotune.report.document import Document, Grid, Lines, Sentence, Verbatim, lines_if_any
 from autotune.report.recommendation import interval_text, parity_lines
@@ -36,12 +36,13 @@ def _then_and_now(report: VerifyReport) -> Grid:
             str(report.best_then.confirmed_rounds),
             str(best.confirmed_rounds if best else 0),
         ),
+        ("blocks timed in them", _blocks(report.best_then), "-" if best is None else _blocks(best)),
     ]
     return Grid("Then and now", ("", "then", "now"), tuple(rows), numeric=frozenset({1, 2}))
 
 
 def _rate(answer: Answer) -> str:
-    return format_rate(answer.samples_per_second)
+    return f"{format_rate(answer.samples_per_second)} {format_spread(answer.samples_per_second, answer.interval)}"
 
 
 def _speedup(answer: Answer) -> str:
@@ -50,6 +51,11 @@ def _speedup(answer: Answer) -> str:
 
 def _interval(answer: Answer) -> str:
     return interval_text(format_ratio, answer.speedup.interval)
+
+
+def _blocks(answer: Answer) -> str:
+    """A dash in a result that does not say."""
+    return f"{answer.block_count:,}" if answer.block_count else "-"
 
 
 def _peak(answer: Answer) -> str:

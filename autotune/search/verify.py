@@ -6,12 +6,11 @@ from autotune.config import TrainingConfig, value_text
 from autotune.knobs.registry import KNOBS
 from autotune.options import HOLDING, VerifyOutcome, VerifyReport
 from autotune.records import Answer, Failure, ParityResult, Ratio, Recommendation, Trial
-from autotune.search.answers import WORTHWHILE_GAIN
+from autotune.search.answers import WORTHWHILE_GAIN, settled
 from autotune.search.baseline import baseline_error, run_baseline
 from autotune.search.confirm import MOST_ROUNDS
 from autotune.search.session import Session
 from autotune.search.watcher import PassingWatcher
-from autotune.stats import FEWEST_ROUNDS, faster
 
 AS_LARGE = 1.05
 """Two speed-ups whose ratio is within this are about as large, whatever their intervals."""
@@ -162,11 +161,8 @@ class _Verification:
 
     def _is_clear(self) -> bool:
         pairs = self.session.results().round_pairs(self.config)
-        if len(pairs) < FEWEST_ROUNDS:
-            return False
-        own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
         low, high = self._answer(self.config).speedup.interval
-        return faster(own, base, minimum_gain=WORTHWHILE_GAIN - 1) != "undecided" and high <= NARROW_ENOUGH * low
+        return settled(pairs) and high <= NARROW_ENOUGH * low
 
     def _has_time(self, number: int) -> bool:
         """For round `number`, if it takes as long as the one before."""

@@ -18,12 +18,13 @@ def test_then_and_now_stand_side_by_side() -> None:
     grid = next(block for block in document if isinstance(block, Grid))
     assert grid.header == ("", "then", "now")
     assert grid.rows == (
-        ("your settings, samples/s", "1,000", "1,010"),
-        ("recommended, samples/s", "2,346", "2,323"),
+        ("your settings, samples/s", "1,000 ± 1 %", "1,010 ± 0.99 %"),
+        ("recommended, samples/s", "2,346 ± 1.9 %", "2,323 ± 1.9 %"),
         ("times the speed", "2.35x", "2.30x"),
         ("  95 % interval", "2.29x to 2.41x", "2.20x to 2.40x"),
         ("peak memory", "28.5 GiB", "28.5 GiB"),
         ("rounds in fresh processes", "3", "3"),
+        ("blocks timed in them", "18", "18"),
     )
 
 
@@ -39,7 +40,7 @@ def test_what_did_not_run_has_no_figures_and_shows_the_users_frames() -> None:
     frames = 'File "train.py", line 3, in model_fn\n    boom()'
     failure = Failure(kind="user_error", phase="build", message="NameError: boom", detail=frames)
     text = told(outcome="no_longer_runs", best=None, parity=None, failure=failure)
-    assert "recommended, samples/s 2,346 -" in text
+    assert "recommended, samples/s 2,346 ± 1.9 % -" in text
     assert 'In your code File "train.py", line 3, in model_fn boom()' in text
     assert "Trains the same" not in text
 
@@ -47,4 +48,4 @@ def test_what_did_not_run_has_no_figures_and_shows_the_users_frames() -> None:
 def test_settings_that_were_kept_are_their_own_recommendation() -> None:
     same = answer(BASELINE)
     text = told(baseline_then=same, best_then=same, baseline=answer(BASELINE, samples_per_second=990.0), best=None)
-    assert "recommended, samples/s 1,000 990" in text
+    assert "recommended, samples/s 1,000 ± 1 % 990 ± 1 %" in text
