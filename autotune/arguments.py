@@ -90,8 +90,10 @@ def _parser(export_forms: list[str]) -> _Parser:
     _add_verify(commands)
     _add_command(commands, "knobs", "list what can be moved")
     _add_command(commands, "spaces", "list the presets that --space takes")
-    show = _add_command(commands, "show", "list all trials of a study, and why the failed ones failed")
-    show.add_argument("study", metavar="STUDY", type=Path, help="the directory that search was given as --study")
+    show = _add_command(commands, "show", "list all trials of a study and why the failed ones failed, or show a result")
+    show.add_argument(
+        "study", metavar="STUDY", type=Path, help="the directory that search was given as --study, or a BEST.json"
+    )
     export = _add_command(commands, "export", "print a result in another form")
     export.add_argument("result", metavar="BEST.json", type=Path, help="the file that a search or save wrote")
     export.add_argument("--to", dest="form", choices=export_forms, required=True, help="the form to print")

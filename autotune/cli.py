@@ -222,8 +222,12 @@ def _spaces(arguments: argparse.Namespace, load_api: LoadApi) -> int:
 
 
 def _show_study(arguments: argparse.Namespace, load_api: LoadApi) -> int:
+    from autotune.report.recommendation import recommendation_document
     from autotune.report.trials import trials_document
 
+    if arguments.study.is_file():
+        _show(recommendation_document(load_api().load(arguments.study).recommendation, None))
+        return ANSWER
     recommendation, trials, probes = load_api().open_study(arguments.study)
     _show(trials_document(trials, probes, recommendation, arguments.study))
     return ANSWER

@@ -228,6 +228,14 @@ def test_show_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Trials of study" in capsys.readouterr().out
 
 
+def test_show_shows_a_result_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "best.json").write_text("{}")
+    assert outcome(RecordedApi(), "show", str(tmp_path / "best.json")) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(recommendation().verdict)
+    assert "loss of each step, yours in fp32: 2.303 2.251" in printed
+
+
 def test_export_prints_the_form_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(RecordedApi(), "export", "best.json", "--to", "json") == 0
     assert capsys.readouterr().out == export(recommendation())

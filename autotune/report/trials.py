@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.config import TrainingConfig
-from autotune.quantities import format_bytes, format_duration, format_rate, format_spread
-from autotune.records import Failure, Probe, Recommendation, Trial, TrialAnswer
+from autotune.quantities import (
+    format_bytes,
+    format_cosine,
+    format_duration,
+    format_error,
+    format_rate,
+    format_spread,
+)
+from autotune.records import Failure, ParityResult, Probe, Recommendation, Trial, TrialAnswer
 from autotune.report.document import (
     Document,
     Grid,
@@ -17,6 +24,7 @@ from autotune.report.document import (
     counted,
     lines_if_any,
 )
+from autotune.report.recommendation import losses_text
 
 
 def trials_document(
@@ -50,6 +58,7 @@ def trials_document(
         ),
         *((Verbatim("In the user's code", details),) if details else ()),
         *((Verbatim("What the failed trials printed", outputs),) if outputs else ()),
+        *_parity_grids(probes, baseline),
         *lines_if_any("Probes", tuple(_probe_text(probe, baseline) for probe in probes)),
         verdict,
     )
@@ -118,6 +127,43 @@ def _detail_lines(trial: Trial, failure: Failure) -> tuple[str, ...]:
     if not failure.detail:
         return ()
     return (f"trial {trial.number}:", *(f"  {line}" for line in failure.detail.splitlines()))
+
+
+def _parity_grids(probes: Sequence[Probe], baseline: TrainingConfig | None) -> Document:
+    """Every check against the user's step: how far the gradients are off and where, and the losses beside each other."""
+    checks = [(changes_text(probe.config, baseline), probe.answer.parity) for probe in probes]
+    errors = tuple(
+        (
+            changes,
+            "yes" if parity.passed else "no",
+            format_error(parity.relative_error),
+            format_error(parity.tolerance),
+            format_error(parity.floor),
+            format_cosine(parity.cosine),
+            _worst_text(parity),
+        )
+        for changes, parity in checks
+        if parity is not None
+    )
+    losses = tuple(
+        (changes, losses_text(parity.candidate_losses), losses_text(parity.reference_losses))
+        for changes, parity in checks
+        if parity is not None
+    )
+    if not errors:
+        return ()
+    title = "Gradients held against your step in fp32 (floor: what rounding alone gives)"
+    header = ("", "the same", "off by", "allowed", "floor", "cosine", "most, in")
+    return (
+        Grid(title, header, errors, numeric=frozenset({2, 3, 4, 5})),
+        Grid("Losses of the same steps", ("", "with these settings", "yours in fp32"), losses),
+    )
+
+
+def _worst_text(parity: ParityResult) -> str:
+    if parity.worst_parameter is None or parity.worst_parameter_error is None:
+        return "-"
+    return f"{format_error(parity.worst_parameter_error)}, {parity.worst_parameter}"
 
 
 def _probe_text(probe: Probe, baseline: TrainingConfig | None) -> str:

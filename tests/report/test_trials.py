@@ -139,3 +139,22 @@ def test_an_empty_study_says_so() -> None:
 )  # fmt: skip
 def test_a_probe_is_one_line(shown: Probe, line: str) -> None:
     assert line in " ".join(render(trials_document(TRIALS, [shown], None, STUDY)).split())
+
+
+def test_every_check_shows_errors_floor_cosine_place_and_losses() -> None:
+    probes = [
+        probe("parity", parity=parity()),
+        probe("parity", parity=parity(passed=False, worst_parameter=None, worst_parameter_error=None)),
+        probe("parity", failure=Failure(kind="host_oom", phase="parity", message="no memory")),
+    ]
+    document = trials_document(TRIALS, probes, None, STUDY)
+    errors, losses = (block for block in document if isinstance(block, Grid) and not block.title.startswith("Trials"))
+    assert errors.header == ("", "the same", "off by", "allowed", "floor", "cosine", "most, in")
+    assert errors.rows == (
+        ("precision=bf16", "yes", "0.21 %", "0.54 %", "0.18 %", "0.99999", "1.3 %, layer4.0.conv1.weight"),
+        ("precision=bf16", "no", "0.21 %", "0.54 %", "0.18 %", "0.99999", "-"),
+    )
+    assert losses.header == ("", "with these settings", "yours in fp32")
+    assert losses.rows == (("precision=bf16", "2.303 2.252", "2.303 2.251"),) * 2
+    assert max(len(line) for line in render((errors, losses)).splitlines()) <= 80
+    assert not [block for block in trials_document(TRIALS, [], None, STUDY) if "fp32" in str(block)]
