@@ -493,5 +493,10 @@ def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool
         autotune_version=__version__,
     )
     result = TuningResult(recommend(evidence))
-    result.save(opened.directory / RESULT_NAME)
+    try:
+        result.save(opened.directory / RESULT_NAME)
+    except OSError as error:  # a full disk: the answer is here all the same
+        session.watcher.note(
+            f"cannot save {opened.directory / RESULT_NAME}: {error.strerror}; the trials are kept there"
+        )
     return result

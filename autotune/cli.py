@@ -9,6 +9,7 @@ everything else to stderr.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -106,15 +107,22 @@ def _do_without_terminal() -> None:
 
 def run(argv: list[str], load_api: LoadApi) -> int:
     """Runs one command. Every exception that means something to the user becomes a sentence and an exit code here."""
+    arguments = None
     try:
         arguments = parse_arguments(argv, export_forms=_export_forms())
-        return COMMANDS[arguments.command](arguments, load_api)
+        exit_code = COMMANDS[arguments.command](arguments, load_api)
+        sys.stdout.flush()
+        return exit_code
     except ValueError as error:
         return _complain(error, USER_AT_FAULT)
     except NoAnswerError as error:
         return _complain(error, NO_ANSWER)
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         return _complain(UserError(f"cannot use {error.filename}: {error.strerror}"), USER_AT_FAULT)
+    except OSError as error:
+        _drop_output()
+        # A closed pipe is no complaint: whoever read it has seen enough.
+        return NO_ANSWER if isinstance(error, BrokenPipeError) else _complain(_unwritten(error, arguments), NO_ANSWER)
     except KeyboardInterrupt:
         print("autotune: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -128,11 +136,31 @@ def _import_api() -> Api:
 
 def _complain(error: Exception, exit_code: int) -> int:
     """One sentence, and the user's own frames where their code raised."""
-    print(f"autotune: error: {_without_controls(str(error))}", file=sys.stderr)
-    detail = getattr(error, "detail", "")
-    if detail:
-        print(_without_controls(detail.rstrip()), file=sys.stderr)
+    with contextlib.suppress(OSError):  # where it goes to may be full as well
+        print(f"autotune: error: {_without_controls(str(error))}", file=sys.stderr)
+        detail = getattr(error, "detail", "")
+        if detail:
+            print(_without_controls(detail.rstrip()), file=sys.stderr)
     return exit_code
+
+
+def _unwritten(error: OSError, arguments: argparse.Namespace | None) -> NoAnswerError:
+    """What the system would not write, and where the answer of a search still is."""
+    if error.filename is not None:
+        return NoAnswerError(f"cannot write {error.filename}: {error.strerror}")
+    kept = ""
+    if arguments is not None and arguments.command == "search":
+        kept = f"; the answer is kept, and `autotune show {arguments.study}` tells it"
+    return NoAnswerError(f"cannot write the output: {error.strerror}{kept}")
+
+
+def _drop_output() -> None:
+    """What is still to be written to stdout goes nowhere, or Python would complain of it once more at its end."""
+    with contextlib.suppress(OSError):  # it is no file where somebody has replaced it
+        descriptor = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def _without_controls(text: str) -> str:

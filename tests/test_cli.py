@@ -275,3 +275,51 @@ def test_help_and_lists_are_quick_and_import_no_torch() -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout
         assert time.perf_counter() - began < 5  # half a second on an idle machine; importing torch takes longer than 5
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("search", "train.py", "--study", "here"),
+         "cannot write the output: No space left on device; the answer is kept, and `autotune show here` tells it"),
+        (("search", "train.py", "--study", "here", "--json"),
+         "cannot write the output: No space left on device; the answer is kept, and `autotune show here` tells it"),
+        (("show", "here"), "cannot write the output: No space left on device"),
+        (("export", "best.json", "--to", "json"), "cannot write the output: No space left on device"),
+        (("knobs",), "cannot write the output: No space left on device"),
+    ],
+)  # fmt: skip
+def test_an_output_that_is_full_is_told_in_a_sentence(
+    argv: tuple[str, ...],
+    sentence: str,
+    program: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(Path(program).parent)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert outcome(RecordedApi(), *argv) == 1
+    assert [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note")] == [
+        f"autotune: error: {sentence}"
+    ]
+
+
+def test_progress_and_complaints_that_cannot_be_written_end_no_search(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert outcome(RecordedApi(), "search", program) == 0
+        assert capsys.readouterr().out.startswith(recommendation().verdict)
+        assert outcome(RecordedApi(UserError("no")), "search", program) == 2
+        monkeypatch.undo()
+
+
+def test_a_reader_that_has_seen_enough_is_no_complaint() -> None:
+    command = f"{sys.executable} -m autotune.cli knobs | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

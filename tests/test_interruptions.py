@@ -156,3 +156,13 @@ def test_what_was_interrupted_is_run_again_in_the_end(cli: SimulatedCli, tmp_pat
     with sqlite3.connect(tmp_path / "here" / "study.db") as connection:
         assert connection.execute("SELECT count(*) FROM trials WHERE state = 'FAIL'").fetchone() == (1,)
     hold_goes_on(cli, tmp_path)
+
+
+def test_an_answer_that_cannot_be_saved_is_told_all_the_same(cli: SimulatedCli, tmp_path: Path) -> None:
+    """As on a full disk; here something else has its name."""
+    (tmp_path / "here" / "best.json").mkdir(parents=True)
+    ended = cli.run(tmp_path, *ARGUMENTS)
+    assert ended.exit_code == 0, ended.errors
+    assert "note: cannot save here/best.json: Is a directory; the trials are kept there" in ended.errors
+    assert "How sure" in ended.output
+    assert trials_in(tmp_path)

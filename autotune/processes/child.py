@@ -7,6 +7,7 @@ either entered in a fork of the server or, through `main`, in an interpreter of 
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
 import importlib
 import io
@@ -25,7 +26,7 @@ from autotune.machine import available_memory_bytes
 from autotune.processes import system_memory
 from autotune.processes.failures import classify, import_failure
 from autotune.processes.interpreter import command
-from autotune.processes.wire import SHOW_WHERE_SIGNAL, TrialOrder, encode_answer, unfinished
+from autotune.processes.wire import DISK_FULL_STATUS, SHOW_WHERE_SIGNAL, TrialOrder, encode_answer, unfinished
 from autotune.records import Conditions, Failure, Phase, TrialAnswer, TrialRequest
 from autotune.workload import UserFunctions, load_functions
 
@@ -99,11 +100,11 @@ def main() -> None:
         order: TrialOrder = pickle.load(stream)
     os.set_inheritable(report_descriptor, False)
     sys.argv = [order.workload.location]
-    trial = TrialProcess(order, report_descriptor)
     try:
-        trial.run(lambda: _load_after_torch(order))
-    finally:
-        leave()
+        TrialProcess(order, report_descriptor).run(lambda: _load_after_torch(order))
+    except BaseException as error:  # ours, not the user's, which is told in the answer
+        fail(error)
+    leave()
 
 
 def _load_after_torch(order: TrialOrder) -> UserFunctions:
@@ -117,6 +118,13 @@ def leave() -> NoReturn:
     """Ends the process without running what others have registered for its end: a thread of theirs may never finish."""
     flush_streams()
     os._exit(0)
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Ends the process for a reason of ours, not of the user's: it belongs into the trial's output."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    os._exit(DISK_FULL_STATUS if full else 1)
 
 
 def flush_streams() -> None:

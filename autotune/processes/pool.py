@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 from autotune.config import TrainingConfig
+from autotune.errors import NoAnswerError
 from autotune.knobs.registry import knob
 from autotune.processes import system_memory
 from autotune.processes.ending import Ending, answer_of
 from autotune.processes.server_process import ServerProcess
 from autotune.processes.wire import (
+    DISK_FULL_STATUS,
     ENTRY,
     EndTrial,
     Hello,
@@ -90,7 +92,8 @@ class TrialPool:
     def run(self, request: TrialRequest, on_phase: Callable[[Phase], None] | None = None) -> TrialAnswer:
         """Runs one trial to its end, its last process included; see `TrialBackend`.
 
-        Raises WorkloadError where a server has to be started for it and the user's module cannot be imported there.
+        Raises WorkloadError where a server has to be started for it and the user's module cannot be imported there, and
+        NoAnswerError where the disk is full.
         KeyboardInterrupt, and whatever `on_phase` raises, passes through after the trial is killed.
         """
         started = time.monotonic()
@@ -102,6 +105,7 @@ class TrialPool:
                 ending.remove_results()
                 ending = self._run_once(request, on_phase)
             self._fork_proven = True
+        self._refuse_full_disk(ending)
         answer = answer_of(ending)
         ending.remove_results()
         failure = answer.failure or self._memory_failure(used_before, ending.last_phase)
@@ -109,6 +113,16 @@ class TrialPool:
             answer = TrialAnswer(failure=failure.model_copy(update={"output_path": ending.output_path}))
         seconds = time.monotonic() - started
         return answer.model_copy(update={"seconds": seconds, "output_path": ending.output_path})
+
+    def _refuse_full_disk(self, ending: Ending) -> None:
+        """What a trial could not write down is no failure of what it tried."""
+        status = ending.status
+        if status is not None and os.WIFEXITED(status) and os.WEXITSTATUS(status) == DISK_FULL_STATUS:
+            ending.remove_results()
+            raise NoAnswerError(
+                f"a trial could not write its result to {self._directory}: make room there and give the same command "
+                "again, it goes on where this one stopped"
+            )
 
     # --- servers ---
 

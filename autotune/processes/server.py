@@ -179,9 +179,8 @@ class Server:
             else:
                 assert self._functions is not None
                 child.run_forked(order, report_descriptor, self._functions, self._thread_count)
-        except BaseException:  # ours, not the user's: it belongs into the trial's output, and must not reach the server
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
+        except BaseException as error:  # it must not reach the server's own code
+            child.fail(error)
         child.leave()
 
     def _forward_reports(self, trial: _RunningTrial) -> None:

@@ -22,6 +22,9 @@ ENTRY = "autotune.measurement.phases:answer"
 MARKER_VARIABLE = "AUTOTUNE_SERVER"
 """Set for a server to a name of its own, so that every process it leaves behind can be found."""
 
+DISK_FULL_STATUS = 74
+"""With which a trial ends that could not write its answer down (EX_IOERR of sysexits)."""
+
 SHOW_WHERE_SIGNAL = signal.SIGUSR2
 """On which the server and a trial print where they are, even while they are stuck in native code."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -180,7 +181,8 @@ class LiveView:
             self._print_line(line)
 
     def _print_line(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+        with contextlib.suppress(OSError):  # a full disk behind stderr ends no search
+            self._console.print(Text(line), soft_wrap=True)
 
     def _left_text(self) -> str:
         assert self._ends_at_seconds is not None

@@ -12,16 +12,18 @@ import logging
 import math
 import random
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.config import TrainingConfig, Value
 from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
@@ -31,7 +33,9 @@ from autotune.search.tables import (
     DirectoryLock,
     StudyError,
     StudyTables,
+    is_of_disk,
     set_aside,
+    unwritable,
 )
 from autotune.space import SearchSpace
 
@@ -44,6 +48,8 @@ UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _INSTEAD = "choose another --study, or pass --fresh to start over"
 
 Objective = Literal["throughput", "memory"]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def workload_identity(reference: WorkloadReference, facts: WorkloadFacts) -> str:
@@ -71,6 +77,36 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
             raise StudyError(f"the study in {directory} holds nothing yet; search with --study {directory} first")
         study = optuna.load_study(study_name=name, storage=_open_storage(directory, resources))
         return _read_trials(study, tables, name, directory), _read_probes(tables, name, directory)
+
+
+@contextmanager
+def _telling_of_a_full_disk(directory: Path) -> Iterator[None]:
+    """Where the disk does not write, the search ends with a sentence, and loses nothing that was stored."""
+    try:
+        yield
+    except (sqlite3.Error, SQLAlchemyError, StorageInternalError) as error:
+        reason = _sqlite_error(error)
+        if reason is None or not is_of_disk(reason):
+            raise
+        raise unwritable(directory, reason) from None
+
+
+def _writes(method: Callable[Concatenate[Study, _P], _T]) -> Callable[Concatenate[Study, _P], _T]:
+    """A method that writes to the study's file."""
+
+    @wraps(method)
+    def writing(self: Study, /, *arguments: _P.args, **named: _P.kwargs) -> _T:
+        with _telling_of_a_full_disk(self._directory):
+            return method(self, *arguments, **named)
+
+    return writing
+
+
+def _sqlite_error(error: BaseException | None) -> sqlite3.Error | None:
+    """What SQLite itself said, under what Optuna and SQLAlchemy made of it."""
+    while error is not None and not isinstance(error, sqlite3.Error):
+        error = getattr(error, "orig", None) or error.__cause__ or error.__context__
+    return error
 
 
 class Study:
@@ -132,7 +168,7 @@ class Study:
         directory's, where the caller holds it already; it stays the caller's. Raises `StudyError` where the directory
         cannot be written, is in use, or holds something broken or a study of another workload or machine.
         """
-        with ExitStack() as resources, _broken_is_told(directory):
+        with ExitStack() as resources, _broken_is_told(directory), _telling_of_a_full_disk(directory):
             if lock is None:
                 resources.callback(DirectoryLock(directory).close)
             if fresh:
@@ -155,6 +191,7 @@ class Study:
             study._resources = resources.pop_all()
             return study
 
+    @_writes
     def close(self) -> None:
         """Ends what was interrupted, and lets another search use the directory."""
         try:
@@ -171,6 +208,7 @@ class Study:
 
     # --- trials ---
 
+    @_writes
     def begin(self, config: TrainingConfig) -> int:
         """Notes that a configuration is about to run, and gives the trial's number.
 
@@ -185,6 +223,7 @@ class Study:
         self._running[asked.number] = asked
         return asked.number
 
+    @_writes
     def finish(self, trial: Trial) -> None:
         """Stores a trial that `begin` gave the number of, and tells Optuna.
 
@@ -208,6 +247,7 @@ class Study:
         self.finish(numbered)
         return numbered
 
+    @_writes
     def replace(self, trial: Trial) -> None:
         """Stores what a finished trial turned out to be, under its number: numerics that were seen to be wrong later.
 
@@ -239,6 +279,7 @@ class Study:
 
     # --- beside the trials ---
 
+    @_writes
     def add_probe(self, probe: Probe) -> None:
         """Stores a probe, in a table of our own."""
         self._tables.add_probe(self.name, probe.model_dump())

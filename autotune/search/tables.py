@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 from typing import IO, Any
 
-from autotune.errors import UserError
+from autotune.errors import NoAnswerError, UserError
 
 DATABASE_NAME = "study.db"
 OLD_NAME = "study.db.old"
@@ -25,6 +25,19 @@ CREATE TABLE IF NOT EXISTS autotune_replaced (study TEXT, number INTEGER, json T
 
 class StudyError(UserError):
     """A study directory that cannot be used; the text says why and what to do instead."""
+
+
+def is_of_disk(error: sqlite3.Error) -> bool:
+    """Whether the disk would not write, or the file may not grow: nothing is wrong with the file."""
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR"))
+
+
+def unwritable(directory: Path, error: sqlite3.Error) -> NoAnswerError:
+    """What to tell where a study cannot be written any more; what it holds already is safe."""
+    return NoAnswerError(
+        f"cannot write {directory / DATABASE_NAME} ({error}): make room there and give the same command again, it goes on "
+        "where this one stopped"
+    )
 
 
 class DirectoryLock:

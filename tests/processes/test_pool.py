@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotune.errors import NoAnswerError
 from autotune.processes.pool import TrialPool
 
 ENTRY = "trial_behaviours:answer"
@@ -117,6 +118,14 @@ def test_an_exception_in_a_worker_is_unwrapped(pool, request_for):
     assert failure.message.startswith("OSError: file 37 is truncated (")
     assert "in raise_own_error" in failure.message
     assert "dataloader.py" not in failure.detail
+
+
+def test_a_full_disk_is_no_failure_of_what_was_tried(pool, request_for):
+    with pytest.raises(
+        NoAnswerError, match="a trial could not write its result to .*: make room there and give the same"
+    ):
+        pool.run(request_for("write_to_a_full_disk"))
+    assert pool.run(request_for("look_around")).failure is None
 
 
 def test_a_hang_without_a_free_descriptor_is_not_just_a_timeout(pool, request_for):

@@ -9,6 +9,7 @@ import errno
 import mmap
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -267,6 +268,12 @@ def leave_python_memory(request):
     return found(*(f"/dev/shm/{name}" for name in left))
 
 
+def write_to_a_full_disk(request):
+    """No file may grow any more, as when the disk is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return found("nobody will read this")
+
+
 def use_up_files(request):
     opened = []
     try:
@@ -326,6 +333,7 @@ BEHAVIOURS = [
     leave_shared_memory,
     leave_shared_memory_of_workers,
     leave_python_memory,
+    write_to_a_full_disk,
     use_up_files,
     use_up_files_and_hang,
     map_too_much,

@@ -21,6 +21,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.config import TrainingConfig
+from autotune.errors import NoAnswerError
 from autotune.records import Conditions, Failure, FailureKind, LoaderProbe, Probe, Trial, TrialAnswer, WorkloadReference
 from autotune.search.study import Study, stored_records, workload_identity
 from autotune.search.tables import StudyError
@@ -596,3 +597,59 @@ def test_the_study_imports_no_torch() -> None:
     script = "import sys, autotune.search.study; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def limit_file(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    """From now on SQLite finds the disk full when the file would have more pages (4 KiB each) than this."""
+    connect = sqlite3.connect
+
+    def with_limit(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*arguments, **options)
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", with_limit)
+
+
+@pytest.mark.parametrize("what", ["trials", "probes", "replaced"])
+@pytest.mark.usefixtures("no_waiting_for_the_disk")
+def test_a_full_disk_is_told_in_a_sentence_and_loses_nothing_that_was_stored(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    base = quick_space().baseline
+    stored = 1
+    with opened(directory) as study:
+        first = study.record(trial(base, rate=100.0))
+    with monkeypatch.context() as limited:
+        limit_file(limited, (directory / "study.db").stat().st_size // 4096 + 2)
+        with pytest.raises(NoAnswerError) as told, opened(directory) as study:  # noqa: PT012  # any of the writes may fail
+            while True:
+                if what == "trials":
+                    study.record(trial(base, rate=200.0))
+                elif what == "probes":
+                    study.add_probe(probe(base))
+                else:
+                    study.replace(first.model_copy(update={"failure": Failure(
+                        kind="crash", phase="soak", message="x" * 5000 * stored
+                    )}))  # fmt: skip
+                stored += 1
+    assert str(told.value) == (
+        f"cannot write {directory / 'study.db'} (database or disk is full): make room there and give the same command "
+        "again, it goes on where this one stopped"
+    )
+    with opened(directory) as study:
+        assert len(study.trials() if what == "trials" else study.probes()) == (
+            stored if what == "trials" else stored - 1 if what == "probes" else 0
+        )
+        assert study.record(trial(base, rate=300.0)).number >= len(study.trials()) - 1
+
+
+def test_a_disk_that_is_full_before_the_study_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as limited:
+        limit_file(limited, 10)
+        with pytest.raises(NoAnswerError, match=r"study.db \(database or disk is full\): make room there"):
+            opened(tmp_path)
+    opened(tmp_path).close()
