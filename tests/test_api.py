@@ -36,6 +36,9 @@ training = best.build(model_fn, data_fn, loss_fn=loss_fn)
 losses = [float(training.step(window)) for window, _ in zip(training.loader, range(40))]
 assert losses[-1] < losses[0], losses
 torch.save(training.model.state_dict(), "checkpoint.pt")
+report = autotune.verify(best, model_fn, data_fn, loss_fn=loss_fn, budget=5, quiet=True)
+assert report.baseline.samples_per_second > 0 and report.changed == (), report
+print("verified:", report.verdict)
 """
 )
 """Its functions exist in `__main__` alone, one of them is a lambda, and importing it again would run it again."""
@@ -58,6 +61,7 @@ def test_a_script_without_a_guard_runs_once_trains_and_saves_what_the_plain_mode
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("the script starts") == 1
     assert "Traceback" not in ended.stderr
+    assert "verified: It " in ended.stdout
     result = autotune.load(tmp_path / "here" / "best.json")
     assert result.recommendation.verdict in ended.stdout
     assert result.best.confirmed_rounds >= 1
