@@ -6,7 +6,6 @@ import ast
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import os
 import pickle
 import sys
@@ -21,6 +20,7 @@ import cloudpickle
 
 from autotune.errors import WorkloadError
 from autotune.records import WorkloadReference
+from autotune.sources import file_text, sources
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -122,8 +122,8 @@ def _renamed(reference: WorkloadReference) -> Workload:
         source_hash = _hash_text(_read(path, reference.location))
         return Workload("file", str(path), reference.names, None, (str(path.parent),), source_hash)
     modules = [name.partition(":")[0] for _, name in sorted(reference.names.items())]
-    sources = dict.fromkeys(_read(_module_file(module), module) for module in modules)
-    source_hash = _hash_text("\n".join(sources))
+    texts = dict.fromkeys(_read(_module_file(module), module) for module in modules)
+    source_hash = _hash_text("\n".join(texts))
     return Workload("module", reference.location, reference.names, None, (os.getcwd(),), source_hash)
 
 
@@ -220,10 +220,15 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
     for role, function in functions.items():
         if not callable(function):
             raise WorkloadError(f"{role} must be a function, not {type(function).__name__}")
-    sources = dict.fromkeys(_source_of(function) for _, function in sorted(functions.items()))
-    source_hash = _hash_text("\n".join(sources))
+    by_name = all(_importable(function) for function in functions.values())
+    texts = [
+        text
+        for _, function in sorted(functions.items())
+        for text in ([file_text(function) or ""] if by_name else sources(function))
+    ]
+    source_hash = _hash_text("\n".join(dict.fromkeys(texts)))
     search_path = tuple(entry or os.getcwd() for entry in sys.path)
-    if all(_importable(function) for function in functions.values()):
+    if by_name:
         names = {role: f"{function.__module__}:{function.__qualname__}" for role, function in functions.items()}
         return Workload("module", names["model_fn"].split(":")[0], names, None, search_path, source_hash)
     try:
@@ -238,16 +243,6 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
     names = {role: getattr(function, "__name__", role) for role, function in functions.items()}
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Workload("value", main_file or "notebook", names, payload, search_path, source_hash)
-
-
-def _source_of(function: Callable[..., Any]) -> str:
-    try:
-        file = inspect.getsourcefile(inspect.unwrap(function))
-        if file is not None and Path(file).is_file():
-            return Path(file).read_text(encoding="utf-8", errors="replace")
-        return inspect.getsource(function)
-    except (TypeError, OSError):
-        return repr(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _importable(function: Callable[..., Any]) -> bool:

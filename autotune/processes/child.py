@@ -69,7 +69,7 @@ def set_apart(order: TrialOrder, server: int) -> None:
     os.close(nothing)
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and not stream.closed:  # the user's module may have closed it
             stream.reconfigure(line_buffering=True)  # what was printed before a crash is worth reading
     os.chdir(order.working_directory)
 
