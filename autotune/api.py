@@ -17,6 +17,7 @@ from autotune import __version__
 from autotune.config import TrainingConfig, Value, value_text
 from autotune.errors import SearchInterrupted, UserError
 from autotune.gpu_watch import occupied
+from autotune.interrupts import interrupts_kept
 from autotune.knobs.registry import KNOBS
 from autotune.machine import read_machine_facts
 from autotune.nvml import gpu_used_bytes
@@ -170,7 +171,7 @@ def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
     began = time.monotonic()
     was_opened = False
     try:
-        with _opened(workload, options, watcher) as opened:
+        with interrupts_kept(), _opened(workload, options, watcher) as opened:
             was_opened = True
             return _searched(opened, began)
     except CallbackFailed as failed:
@@ -187,13 +188,13 @@ def _searched(opened: _Opened, began: float) -> TuningResult:
     started = Search(opened.session)
     try:
         _run(started, began)
+        return _result(opened, started, began)
     except (KeyboardInterrupt, CallbackFailed) as ended:
         measured = opened.session.baseline is not None
         result = _result(opened, started, began, unconfirmed=True) if measured else None
         if isinstance(ended, CallbackFailed):
             raise
         raise SearchInterrupted(result, opened.directory / RESULT_NAME) from None
-    return _result(opened, started, began)
 
 
 def _run(started: Search, began: float) -> None:

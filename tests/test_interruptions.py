@@ -127,14 +127,12 @@ def test_it_ends_with_the_best_so_far(cli: SimulatedCli, number: signal.Signals,
     assert unfinished_in(tmp_path) == 0
 
 
-@pytest.mark.parametrize(("at", "told"), [(1, "interrupted"), (2, "interrupted; nothing was measured yet")])
-def test_before_the_baseline_ran_there_is_nothing_to_keep(
-    cli: SimulatedCli, at: int, told: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("at", [1, 2])
+def test_before_the_baseline_ran_there_is_nothing_to_keep(cli: SimulatedCli, at: int, tmp_path: Path) -> None:
     ended = cli.run(tmp_path, *ARGUMENTS, ending=(signal.SIGTERM, at))
     assert ended.exit_code == 143
     assert ended.output == ""
-    assert ended.errors.splitlines()[-1].startswith(f"autotune: {told}")
+    assert ended.errors.splitlines()[-1].startswith("autotune: interrupted; nothing was measured yet")
     assert not (tmp_path / "here" / "best.json").exists()
 
 

@@ -176,5 +176,5 @@ def test_ctrl_c_does_not_wait_for_the_import(tmp_path: Path) -> None:
     began = time.monotonic()
     assert search.end() == 130
     assert time.monotonic() - began < 10  # a tenth of a second, on an idle machine
-    assert search.lines[-1] == "autotune: interrupted"
+    assert search.lines[-1].startswith("autotune: interrupted; nothing was measured yet")
     assert gone(started, within_seconds=1.0)

@@ -1,0 +1,71 @@
+"""No interrupt is lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from autotune.interrupts import interrupts_kept
+
+
+class Dying:
+    """What an object does when it goes."""
+
+    def __init__(self, last_will: Callable[[], None]) -> None:
+        self.last_will = last_will
+
+    def __del__(self) -> None:
+        self.last_will()
+
+
+class Plain:
+    """May be referred to weakly."""
+
+
+def interrupt(_: object = None) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail() -> None:
+    raise ValueError("lost")
+
+
+def interrupted_when_it_goes() -> None:
+    Dying(interrupt)
+
+
+def interrupted_when_it_is_known_to_be_gone() -> None:
+    plain = Plain()
+    reference = weakref.ref(plain, interrupt)
+    del plain
+    assert reference() is None
+
+
+@pytest.mark.parametrize("drop", [interrupted_when_it_goes, interrupted_when_it_is_known_to_be_gone])
+def test_an_interrupt_where_nothing_can_be_raised_comes_a_moment_later(
+    drop: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    came = False
+    with interrupts_kept():
+        try:
+            drop()
+            time.sleep(10)
+        except KeyboardInterrupt:
+            came = True
+    assert came
+    assert capsys.readouterr().err == ""
+
+
+def test_what_else_is_unraisable_is_told_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    before = sys.unraisablehook
+    with interrupts_kept():
+        Dying(fail)
+    assert len(told) == 1
+    assert sys.unraisablehook is before
