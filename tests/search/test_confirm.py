@@ -82,6 +82,12 @@ def test_what_fails_in_a_round_gives_way_to_the_next(new_directory: NewDirectory
     assert rounds_of(search, BF16) == 2
     assert rounds_of(search, TF32) >= 3
     assert best(search) == search.space.baseline.replace(TF32)
+    tf32 = [
+        trial.measurement
+        for trial in search.finished.trials  # type: ignore[attr-defined]
+        if trial.config == search.space.baseline.replace(TF32) and trial.round is None
+    ]
+    assert [one.stopped_early for one in tf32] == [True, False], "it is measured to the end before it takes part"
 
 
 def test_what_trains_differently_gives_way_to_the_next(new_directory: NewDirectory) -> None:
