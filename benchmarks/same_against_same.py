@@ -4,8 +4,8 @@
                                                   [--seconds S] [--out DIR]
 
 Runs the user's own configuration in fresh processes, one after the other, with the blocks of a confirmation. Each
-comparison draws rounds from them, two processes that ran next to each other, one for each side at random, and asks after
-every round what a search asks. Writes `DIR/same_against_same_NAME.json` with the raw blocks; DIR defaults to
+comparison draws the rounds of a confirmation from them, two processes a round, and asks after every round what a search
+asks. No process is drawn twice, nor for both sides. Writes `DIR/same_against_same_NAME.json` with the raw blocks; DIR defaults to
 `benchmarks/results`. `--seconds` ends the recording, whatever the number of processes.
 """
 
@@ -32,8 +32,8 @@ from autotune.search.pace import Pace
 from autotune.workload import workload_from_target
 
 SEED = 20
-FEWEST_PROCESSES = 2 * MOST_ROUNDS + 1
-"""What one comparison needs, whichever process the neighbours are counted from."""
+FEWEST_PROCESSES = 2 * MOST_ROUNDS
+"""What one comparison needs."""
 
 
 def main() -> int:
@@ -110,10 +110,9 @@ def counted(measurements: Sequence[Measurement], comparisons: int) -> dict[str, 
 
 
 def rounds_drawn(measurements: Sequence[Measurement], dice: random.Random) -> list[tuple[Measurement, Measurement]]:
-    """The rounds of one comparison. No process is on both sides, and none in two rounds."""
-    first = dice.randrange(2)
-    neighbours = list(zip(measurements[first::2], measurements[first + 1 :: 2], strict=False))
-    return [(a, b) if dice.random() < 0.5 else (b, a) for a, b in dice.sample(neighbours, MOST_ROUNDS)]
+    """The rounds of one comparison. Processes that ran far apart meet too, so that a machine that drifts is no help."""
+    drawn = dice.sample(list(measurements), 2 * MOST_ROUNDS)
+    return list(zip(drawn[::2], drawn[1::2], strict=True))
 
 
 def compared(rounds: Sequence[tuple[Measurement, Measurement]]) -> tuple[bool, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -26,8 +27,6 @@ def test_recorded_blocks_of_one_configuration_are_seldom_told_apart(path: Path) 
     on_gpu = bool(content["machine"]["gpus"])
     again = counted(measurements, 1000 if on_gpu else 100)
     assert again["false_differences"] <= (20 if on_gpu else 3)
-    told = counted(measurements, content["comparisons"])
-    assert told == {name: content[name] for name in told}
 
 
 def process(true_rate: float, dice: random.Random) -> Measurement:
@@ -60,15 +59,25 @@ def test_what_differs_by_a_tenth_is_told_apart_either_way() -> None:
     assert not compared([(process(100, dice), process(100, dice)) for _ in range(6)])[0]
 
 
-def test_no_process_is_drawn_twice_and_a_round_is_of_neighbours() -> None:
+@pytest.mark.parametrize("spread", [0.005, 0.02, 0.13])
+def test_no_machine_is_too_noisy_for_the_one_percent_level(spread: float) -> None:
+    dice = random.Random(3)
+
+    def equal() -> Measurement:
+        return process(100 * math.exp(dice.gauss(0, spread)), dice)
+
+    told_apart = sum(compared([(equal(), equal()) for _ in range(6)])[0] for _ in range(1000))
+    assert told_apart <= 20
+
+
+def test_no_process_is_drawn_twice() -> None:
     dice = random.Random(2)
-    measurements = [process(100 + number, dice) for number in range(FEWEST_PROCESSES)]
+    measurements = [process(100 + number, dice) for number in range(2 * FEWEST_PROCESSES)]
     place = {id(one): number for number, one in enumerate(measurements)}
     seen: set[int] = set()
     for _ in range(50):
         rounds = [(place[id(a)], place[id(b)]) for a, b in rounds_drawn(measurements, dice)]
         drawn = [number for one in rounds for number in one]
         assert len(set(drawn)) == len(drawn) == 12
-        assert all(abs(a - b) == 1 for a, b in rounds)
         seen |= set(drawn)
-    assert seen == set(range(FEWEST_PROCESSES))
+    assert seen == set(range(2 * FEWEST_PROCESSES))
