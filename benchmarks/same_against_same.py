@@ -5,8 +5,8 @@
 
 Runs the user's own configuration in fresh processes, one after the other, with the blocks of a confirmation. Each
 comparison draws the rounds of a confirmation from them, two processes a round, and asks after every round what a search
-asks. No process is drawn twice, nor for both sides. Writes `DIR/same_against_same_NAME.json` with the raw blocks; DIR defaults to
-`benchmarks/results`. `--seconds` ends the recording, whatever the number of processes.
+asks. No process is drawn twice, nor for both sides. Writes `DIR/same_against_same_NAME.json` with the raw blocks; DIR
+defaults to `benchmarks/results`. `--seconds` ends the recording, whatever the number of processes.
 """
 
 from __future__ import annotations
