@@ -328,9 +328,17 @@ class ParityResult(Record):
     missing_gradients: tuple[str, ...] = ()
     buffer_error: float = 0.0
     worst_buffer: str | None = None
+    update_error: float = 0.0
+    """Largest distance of a parameter from where the reference's updates lead, both given the same gradients, over how
+    far these move it."""
+    worst_update: str | None = None
     reference_losses: tuple[float, ...]
     candidate_losses: tuple[float, ...]
-    """Over the same steps."""
+    """Of the same steps, each at the reference's weights."""
+    loss_tolerance: float | None = None
+    """How far a loss may be from the reference's, absolute; None in records from before it was held to anything."""
+    skipped_steps: int = 0
+    """Loss scales that overflowed before one did not; a step is skipped for each."""
     micro_batch_size: int
     micro_batches_per_step: int
     notes: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ def compare(reference: Gradients, candidate: Gradients) -> Comparison:
             if own < VANISHED_SHARE * norm:
                 vanished.append(name)
     if not math.isfinite(squared_error + squared_candidate):
-        return Comparison(math.inf, 0.0, _first_not_finite(candidate), math.inf, errors, missing)
+        return Comparison(math.inf, 0.0, first_not_finite(candidate), math.inf, errors, missing)
     worst = max(errors, key=lambda name: errors[name], default=None)
     scale = math.sqrt(squared_reference * squared_candidate)
     return Comparison(
@@ -74,7 +74,8 @@ def compare(reference: Gradients, candidate: Gradients) -> Comparison:
     )
 
 
-def _first_not_finite(gradients: Gradients) -> str | None:
+def first_not_finite(gradients: Gradients) -> str | None:
+    """The first parameter whose gradient holds an infinity or no number; None where all are finite."""
     for name, gradient in gradients.items():
         if gradient is not None and not bool(torch.isfinite(gradient).all()):
             return name

@@ -1,12 +1,12 @@
-"""Does it train the same? A configuration's gradients, buffers and losses held against the user's step in fp32, eager."""
+"""Does it train the same? A configuration's gradients, losses, buffers and updates held against the user's in fp32."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,10 +15,25 @@ from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.measurement.clock import endless
 from autotune.measurement.determinism import HIGHEST, Precision, dropout_off, eager, outputs_rounded, round_to
-from autotune.measurement.gradients import compare, compare_buffers
+from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport, seed_everything
-from autotune.measurement.runs import Means, Run, copied, run_seeds, run_windows
-from autotune.measurement.verdict import Allowance, accumulation_advice, allowance, averaged, fault, widened
+from autotune.measurement.runs import (
+    SEEDS_A_STEP,
+    Difference,
+    ParameterChange,
+    Run,
+    Step,
+    advance,
+    copied,
+    difference,
+    differences,
+    optimizer_settings,
+    parameter_changes,
+    run_seeds,
+    run_steps,
+    run_windows,
+)
+from autotune.measurement.verdict import Allowance, accumulation_advice, allowance, fault, update_fault, widened
 from autotune.records import Conditions, ParityResult, TrialRequest
 from autotune.surgery.batches import map_tensors
 from autotune.surgery.loaders import as_loader, batch_fixed_reason, counted, rebuilt
@@ -27,15 +42,21 @@ from autotune.training.windows import MicroBatch, Window, WindowLoader
 from autotune.workload import UserFunctions
 
 STEPS = 3
-"""Windows: gradients and buffers are compared after the first, losses over all."""
+"""Windows that are compared. CUDA graphs run the first as it is, record the second and replay the third."""
 SAME_AGAIN = 1e-5
 """Two runs of a program that keeps no state differ by less; a GPU may add in another order."""
 SEEDS = 8
 """Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
 
+T = TypeVar("T")
+
 
 def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> ParityResult:
     """The configuration of the request against the user's program: same weights, same samples, its own accumulation.
+
+    Gradients, losses and buffers are compared over some windows, each at the reference's weights: after each window the
+    candidate's optimizer is given the reference's gradients. So rounding has no steps to grow over, and its updates can
+    be held to where the reference's lead, and to a ten-thousandth of that.
 
     The reference takes the samples of a step in one piece, as the user does. A model with BatchNorm, which sees the
     micro-batch, or with random numbers of its own, which are drawn by the micro-batch, is compared in two parts: at the
@@ -58,9 +79,14 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
             notes = [
                 f"compared at micro-batch {config[batch_knob().name]}: the fp32 reference does not fit at the full size"
             ]
-        gc.collect()
-        if conditions.device == "cuda":
-            torch.cuda.empty_cache()
+        _release(conditions)
+
+
+def _release(conditions: Conditions) -> None:
+    """Gives back the memory of what is no longer referred to, models that hold themselves included."""
+    gc.collect()
+    if conditions.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _smaller(config: TrainingConfig, conditions: Conditions) -> tuple[TrainingConfig, Conditions] | None:
@@ -110,27 +136,26 @@ class _Check:
         whole = self._whole_windows(windows)
         self.phase("parity")
         has_batch_norm = any(_is_batch_norm(module) for module in training.model.modules())
-        reference = self._reference_run(windows if whole is None or has_batch_norm else whole)
+        alike = whole is None or has_batch_norm
+        reference = self._reference_run(windows if alike or whole is None else whole)
         draws = False
-        if reference.drew:
+        if reference.steps[0].drew:
             # Only here is dropout turned off, for that changes what is traced: where nothing random is drawn, the
             # compiler finds the graphs that were measured in its cache.
             self.has_dropout = True
-            reference = self._reference_run(windows if whole is None or has_batch_norm else whole)
-            draws = bool(reference.drew)
+            reference = self._reference_run(windows if alike or whole is None else whole)
+            draws = bool(reference.steps[0].drew)
         split_alike = whole is not None and (draws or has_batch_norm)
         if split_alike and not has_batch_norm:
             reference = self._reference_run(windows)
-        if not all(math.isfinite(loss) for loss in reference.losses):
-            return self._record(
-                "the user's own step gives a loss that is not finite in fp32", reference, reference, _NOTHING, windows
-            )
+        if reason := _own_fault(reference.steps):
+            return self._record(reason, [_to_itself(step) for step in reference.steps], {}, _NOTHING, windows)
         if split_alike and whole is not None:
             if has_batch_norm:
                 self.notes.append("BatchNorm sees the micro-batch: both sides were compared at the same one")
-            reason = self._accumulation_fault(whole, windows, draws)
+            reason, found = self._accumulation_fault(whole, windows, draws)
             if reason:
-                return self._record(reason, reference, reference, _NOTHING, windows)
+                return self._record(reason, [found], {}, _NOTHING, windows)
         return self._compared(training, reference, windows)
 
     # --- the same samples for both ---
@@ -155,33 +180,49 @@ class _Check:
 
     # --- runs ---
 
-    def _reference_run(
+    def _reference_run(self, windows: list[Window]) -> Run:
+        """The user's program on the windows, eager, in fp32, from the reference's weights."""
+        return self._on_reference(lambda training: run_windows(training, windows, 1))
+
+    def _reference_step(self, window: Window, *, seed: int = 1, evaluated_norms: bool = False) -> Step:
+        """The user's program on one window, and no update."""
+        (step,) = self._on_reference(
+            lambda training: list(run_steps(training, [window], seed)), evaluated_norms=evaluated_norms
+        )
+        return step
+
+    def _honest_run(
         self,
         windows: list[Window],
+        teacher: Run,
         *,
-        seed: int = 1,
         precision: Precision = HIGHEST,
         rounding: str | None = None,
         outputs: str | None = None,
-        evaluated_norms: bool = False,
-    ) -> Run:
-        """The user's program on the windows, eager, from the reference's weights.
+    ) -> list[Difference]:
+        """How far the user's program is from itself where it is computed in less than fp32.
 
         `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to.
         """
-        with self._reference(precision, evaluated_norms) as training:
-            self.latest = training
+
+        def run(training: Training) -> list[Difference]:
+            given = windows
             if rounding is not None:
                 with torch.no_grad():
                     for parameter in training.model.parameters():
                         parameter.copy_(round_to(parameter, rounding))
-                windows = [_rounded(window, rounding) for window in windows]
+                given = [_rounded(window, rounding) for window in windows]
             with outputs_rounded(training.model, outputs) if outputs else nullcontext():
-                return run_windows(training, windows, seed)
+                return differences(teacher.steps, run_steps(training, given, 1, teacher.steps))
 
-    def _reference_means(self, window: Window) -> Means:
-        with self._reference() as training:
-            return run_seeds(training, self.reference_weights, window, SEEDS)
+        return self._on_reference(run, precision=precision)
+
+    def _on_reference(
+        self, run: Callable[[Training], T], *, precision: Precision = HIGHEST, evaluated_norms: bool = False
+    ) -> T:
+        with self._reference(precision, evaluated_norms) as training:
+            self.latest = training
+            return run(training)
 
     @contextmanager
     def _reference(self, precision: Precision = HIGHEST, evaluated_norms: bool = False) -> Iterator[Training]:
@@ -205,8 +246,8 @@ class _Check:
         A model may count its calls and behave by the count; most do not, and building one takes seconds.
         """
         self.reusable = self.latest
-        again = self._reference_run(windows[:1])
-        if compare(reference.gradients, again.gradients).relative_error > SAME_AGAIN:
+        again = self._reference_step(windows[0])
+        if difference(reference.steps[0], again).gradients.relative_error > SAME_AGAIN:
             self.reusable = None
 
     def _without_dropout(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -214,16 +255,14 @@ class _Check:
 
     def _allowance(self, reference: Run, windows: list[Window]) -> Allowance:
         """From runs whose error is no fault: weights and inputs rounded, outputs too, the user's own TF32."""
-        first, roundings = windows[:1], sorted(self._roundings())
-        if roundings:
-            self._reuse_if_stateless(reference, windows)
-        runs = [self._reference_run(first, rounding=kind) for kind in roundings]
-        if self.conditions.device == "cuda" and self.users_precision.matters_to(reference.gradients):
-            runs.append(self._reference_run(first, precision=self.users_precision))
+        roundings = sorted(self._roundings())
+        runs = [self._honest_run(windows, reference, rounding=kind) for kind in roundings]
+        if self.conditions.device == "cuda" and self.users_precision.matters_to(reference.steps[0].gradients):
+            runs.append(self._honest_run(windows, reference, precision=self.users_precision))
         # Twice, for how far a small tensor is off is chance, and one throw of the dice says little.
-        outputs = [self._reference_run(first, outputs=kind) for kind in roundings]
-        outputs += [self._reference_run(first, outputs=kind, rounding=kind) for kind in roundings]
-        return allowance(reference, runs, outputs, roundings)
+        outputs = [self._honest_run(windows, reference, outputs=kind) for kind in roundings]
+        outputs += [self._honest_run(windows, reference, outputs=kind, rounding=kind) for kind in roundings]
+        return allowance(runs, outputs, roundings)
 
     def _roundings(self) -> set[str]:
         """The types that the candidate rounds to."""
@@ -231,54 +270,86 @@ class _Check:
 
     # --- the verdict ---
 
-    def _accumulation_fault(self, whole: list[Window], windows: list[Window], draws: bool) -> str:
+    def _accumulation_fault(self, whole: list[Window], windows: list[Window], draws: bool) -> tuple[str, Difference]:
         """What splitting a step does by itself: the user's program on both, nothing else changed."""
-        expected = self._reference_run(whole[:1], evaluated_norms=True)
-        if not math.isfinite(compare(expected.gradients, expected.gradients).relative_error):
-            return ""  # a deep model that BatchNorm alone keeps finite
-        got = self._reference_run(windows[:1], evaluated_norms=True)
-        reseeded = [self._reference_run(whole[:1], seed=2, evaluated_norms=True)] if draws else []
-        tolerance = allowance(expected, reseeded, (), ()).tolerance
-        found = compare(expected.gradients, got.gradients)
-        if found.relative_error <= tolerance:
-            return ""
-        return (
-            f"gradients differ by {found.relative_error:.2g}, of {tolerance:.2g} allowed"
-            f"{accumulation_advice(found, len(windows[0]))}"
+        expected = self._reference_step(whole[0], evaluated_norms=True)
+        if first_not_finite(expected.gradients) is not None:
+            return "", _to_itself(expected)  # a deep model that BatchNorm alone keeps finite
+        found = difference(expected, self._reference_step(windows[0], evaluated_norms=True))
+        reseeded = (
+            [[difference(expected, self._reference_step(whole[0], seed=2, evaluated_norms=True))]] if draws else []
         )
+        tolerance = allowance(reseeded, (), ()).tolerance
+        error = found.gradients.relative_error
+        if error <= tolerance:
+            return "", found
+        advice = accumulation_advice(found.gradients, len(windows[0]))
+        return f"gradients differ by {error:.2g}, of {tolerance:.2g} allowed{advice}", found
 
     def _compared(self, training: Training, reference: Run, windows: list[Window]) -> ParityResult:
-        allowed = self._allowance(reference, windows)
+        if self._roundings():
+            self._reuse_if_stateless(reference, windows)
+        allowed = self._allowance(reference, windows[:1])
         self.latest = self.reusable = None  # the candidate gets its memory
+        _release(self.conditions)
         self.phase("compile")
         training.model.load_state_dict(self.reference_weights)
         with self._without_dropout(training.model):
-            candidate = run_windows(training, windows, seed=1)
-        reason = fault(reference, candidate, allowed, len(windows[0]))
+            steps = differences(reference.steps, run_steps(training, windows, 1, reference.steps))
+            advance(training, reference.steps[-1], 1 + (len(windows) - 1) * SEEDS_A_STEP)
+        changes = parameter_changes(reference, training)
+        exact = Precision.now().matmul == HIGHEST.matmul
+        settings = optimizer_settings(training)
+        pieces = len(windows[0])
+        reason = fault(steps, allowed, pieces)
         if reason and self._draws_others(training, reference):
-            self.notes.append(f"it draws random numbers of its own: means over {SEEDS} seeds were compared")
-            means = self._reference_means(windows[0])
-            with self._without_dropout(training.model):
-                candidate = averaged(candidate, run_seeds(training, self.reference_weights, windows[0], SEEDS))
-            reference, allowed = averaged(reference, means), widened(allowed, means)
-            reason = fault(reference, candidate, allowed, len(windows[0]))
-        return self._record(reason, reference, candidate, allowed, windows)
+            steps, allowed = self._by_means(training, steps, allowed, windows[0])
+            reason = fault(steps, allowed, pieces)
+        elif reason and not fault(steps[:1], allowed, pieces):
+            # The later windows are held to a floor from the first: where that was too strict, to their own.
+            allowed = self._allowance(reference, windows)
+            reason = fault(steps, allowed, pieces)
+        reason = reason or update_fault(changes, reference.settings, settings, len(windows), exact)
+        return self._record(reason, steps, changes, allowed, windows)
+
+    def _by_means(
+        self, training: Training, steps: list[Difference], allowed: Allowance, window: Window
+    ) -> tuple[list[Difference], Allowance]:
+        """The first step by its means over several seeds; of the others, whether their losses are finite."""
+        self.notes.append(f"it draws random numbers of its own: means over {SEEDS} seeds were compared")
+        with self._reference() as reference:
+            expected = run_seeds(reference, self.reference_weights, window, SEEDS)
+        with self._without_dropout(training.model):
+            means = run_seeds(training, self.reference_weights, window, SEEDS)
+        first = difference(expected.step(), means.step())
+        finite = all(math.isfinite(step.loss) for step in steps)
+        return [first] if finite else [first, *steps[1:]], widened(allowed, expected)
 
     def _draws_others(self, training: Training, reference: Run) -> bool:
         """Whether the candidate could not but draw other random numbers from the same seed."""
-        if not reference.drew:
+        drew = reference.steps[0].drew
+        if not drew:
             return False
         # A compiler has a generator of its own; a CPU's generator gives other numbers in another type. Recomputation is
         # no excuse: it must draw what the forward drew.
-        other_type = self.conditions.device == "cpu" and bool(self._roundings()) and "torch" in reference.drew
+        other_type = self.conditions.device == "cpu" and bool(self._roundings()) and "torch" in drew
         return training.parts.expects_compiled_graphs or other_type
 
     def _record(
-        self, reason: str, reference: Run, candidate: Run, allowed: Allowance, windows: list[Window]
+        self,
+        reason: str,
+        steps: list[Difference],
+        changes: dict[str, ParameterChange],
+        allowed: Allowance,
+        windows: list[Window],
     ) -> ParityResult:
-        found = compare(reference.gradients, candidate.gradients)
-        buffer_errors = compare_buffers(reference.buffers, candidate.buffers)
-        worst_buffer = max(buffer_errors, key=lambda name: buffer_errors[name], default=None)
+        """The record tells of the step that is furthest off; where one is at fault, that is mostly it."""
+        furthest = max(steps, key=lambda step: step.gradients.relative_error)
+        found = furthest.gradients
+        buffers = {name: max(step.buffers[name] for step in steps) for name in steps[0].buffers}
+        worst_buffer = max(buffers, key=lambda name: buffers[name], default=None)
+        updates = {name: change.off / change.moved for name, change in changes.items() if change.moved}
+        worst_update = max(updates, key=lambda name: updates[name], default=None)
         return ParityResult(
             passed=not reason,
             reason=reason or f"gradients differ by {found.relative_error:.2g}, of {allowed.tolerance:.2g} allowed",
@@ -289,17 +360,35 @@ class _Check:
             worst_parameter=found.worst_parameter,
             worst_parameter_error=found.worst_error,
             missing_gradients=found.missing,
-            buffer_error=buffer_errors[worst_buffer] if worst_buffer else 0.0,
-            worst_buffer=worst_buffer if worst_buffer and buffer_errors[worst_buffer] else None,
-            reference_losses=tuple(reference.losses),
-            candidate_losses=tuple(candidate.losses),
+            buffer_error=buffers[worst_buffer] if worst_buffer else 0.0,
+            worst_buffer=worst_buffer if worst_buffer and buffers[worst_buffer] else None,
+            update_error=updates[worst_update] if worst_update else 0.0,
+            worst_update=worst_update if worst_update and updates[worst_update] else None,
+            reference_losses=tuple(step.expected_loss for step in steps),
+            candidate_losses=tuple(step.loss for step in steps),
+            loss_tolerance=allowed.of_loss([step.expected_loss for step in steps]),
+            skipped_steps=max(step.skipped for step in steps),
             micro_batch_size=windows[0][0].samples,
             micro_batches_per_step=len(windows[0]),
             notes=tuple(self.notes),
         )
 
 
-_NOTHING = Allowance(0.0, {}, {}, 0.0, 0.0)
+_NOTHING = Allowance(0.0, {}, {}, 0.0, 0.0, 0.0)
+
+
+def _own_fault(steps: list[Step]) -> str:
+    """What is not finite in the user's own program; empty where all is."""
+    for step in steps:
+        if not math.isfinite(step.loss):
+            return "the user's own step gives a loss that is not finite in fp32"
+        if (name := first_not_finite(step.gradients)) is not None:
+            return f"the user's own step gives a gradient of {name} that is not finite in fp32"
+    return ""
+
+
+def _to_itself(step: Step) -> Difference:
+    return difference(step, step)
 
 
 def _rounded(window: Window, kind: str) -> Window:

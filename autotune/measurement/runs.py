@@ -1,78 +1,250 @@
-"""One training run over given windows: the gradients, buffers and losses that it leaves, to be held against another's."""
+"""A training run over given windows, step by step, and how far its steps are from another run's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autotune.measurement.determinism import random_state
-from autotune.measurement.gradients import Gradients
+from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers
 from autotune.measurement.measure import seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window
 
 SCALER_TRIES = 25
 """Halvings of the loss scale that fp16 is given to reach a step that is not skipped."""
+SEEDS_A_STEP = 100
+"""Each window and each update draws from a seed of its own, so that what one draws does not move the next."""
 
 Buffers = dict[str, torch.Tensor]
+Settings = tuple[Mapping[str, float], ...]
+"""Learning rate, weight decay and the like of each parameter group."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one window left behind, before the optimizer steps; on the CPU."""
+
+    gradients: Gradients
+    """Unscaled."""
+    buffers: Buffers
+    loss: float
+    skipped: int
+    """Loss scales that overflowed before one did not; `SCALER_TRIES` where all did."""
+    drew: frozenset[str]
+    """The generators that it drew from, such as `torch`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one training left after its windows."""
+    """The user's own training over some windows, to hold others against."""
 
-    gradients: Gradients
-    """Of the first window, unscaled."""
-    buffers: Buffers
-    """After the first window."""
-    losses: list[float]
-    moved: float
-    """Norm of the change of the parameters over all windows."""
-    skipped_all: bool
-    """No loss scale gave finite gradients."""
-    drew: frozenset[str]
-    """The generators that the first window drew from, such as `torch`."""
+    steps: list[Step]
+    parameters: dict[str, torch.Tensor]
+    """After the last update, on the CPU."""
+    moved: dict[str, float]
+    """Norm of the change of each parameter over all updates."""
+    settings: Settings
+    """After the last update."""
 
 
 def run_windows(training: Training, windows: list[Window], seed: int) -> Run:
     """Trains on the windows in turn, all random numbers drawn from `seed`."""
-    seed_everything(seed)
-    before = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
-    seeded = random_state()
-    loss, skipped_all = _first_gradients(training, windows[0])
-    drawn = random_state()
-    gradients, buffers = _gradients(training), copied(dict(training.model.named_buffers()))
-    losses = [float(loss)]
+    before = copied(dict(training.model.named_parameters()))
+    steps = list(run_steps(training, windows, seed))
+    advance(training, None, seed)
+    after = copied(dict(training.model.named_parameters()))
+    moved = {name: _distance(after[name], before[name]) for name in after}
+    return Run(steps, after, moved, optimizer_settings(training))
+
+
+def run_steps(training: Training, windows: list[Window], seed: int, teacher: Sequence[Step] = ()) -> Iterator[Step]:
+    """Each window's step in turn; the last one's update is left to the caller (`advance`).
+
+    With the steps of a teacher, the training goes on from the teacher's gradients and buffers instead of its own. So
+    every window is compared at the same weights, where nothing but its own rounding tells them apart, and what the
+    optimizer makes of a gradient is seen apart from how the gradient came about.
+    """
+    for parameter in training.model.parameters():
+        parameter.grad = None
+    for number, window in enumerate(windows):
+        if number:
+            advance(training, teacher[number - 1] if teacher else None, seed + (number - 1) * SEEDS_A_STEP)
+        seed_everything(seed + number * SEEDS_A_STEP)
+        yield _step(training, window)
+
+
+def advance(training: Training, teacher: Step | None, seed: int) -> None:
+    """The update of a step, from the teacher's gradients and buffers where there is one."""
+    if teacher is not None:
+        _take_up(training, teacher)
+    seed_everything(seed + SEEDS_A_STEP // 2)
     training.update()
-    losses += [float(training.step(window)) for window in windows[1:]]
-    moved = sum(
-        float((parameter.detach() - before[name]).float().square().sum())
-        for name, parameter in training.model.named_parameters()
+
+
+def _step(training: Training, window: Window) -> Step:
+    seeded = random_state()
+    loss, skipped = _finite_gradients(training, window)
+    drawn = random_state()
+    return Step(
+        gradients=_gradients(training),
+        buffers=copied(dict(training.model.named_buffers())),
+        loss=float(loss),
+        skipped=skipped,
+        drew=frozenset(name for name in drawn if drawn[name] != seeded.get(name)),
     )
-    drew = frozenset(name for name in drawn if drawn[name] != seeded.get(name))
-    return Run(gradients, buffers, losses, math.sqrt(moved), skipped_all, drew)
 
 
-def _first_gradients(training: Training, window: Window) -> tuple[torch.Tensor, bool]:
-    """The window's loss, its gradients left in the parameters, and whether every loss scale overflowed.
+def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor, int]:
+    """The window's loss, its gradients left in the parameters, and how many loss scales overflowed.
 
     A scale that starts too high skips its first steps and halves; that is the scaler's work, not an error.
     """
     if training.scaler is None:
-        return training.accumulate(window), False
+        return training.accumulate(window), 0
     buffers = copied(dict(training.model.named_buffers()))
-    for _ in range(SCALER_TRIES):
+    for skipped in range(SCALER_TRIES):
         loss = training.accumulate(window)
         if all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in training.model.parameters()):
-            return loss, False
-        training.update()
+            return loss, skipped
+        # As the scaler itself would, but without a step that a scheduler counts.
+        training.scaler.update(training.scaler.get_scale() * training.scaler.get_backoff_factor())
+        for parameter in training.model.parameters():
+            parameter.grad = None
         for name, buffer in training.model.named_buffers():
             buffer.copy_(buffers[name])
-    return training.accumulate(window), True
+    return training.accumulate(window), SCALER_TRIES
+
+
+def _take_up(training: Training, teacher: Step) -> None:
+    """The teacher's gradients and buffers in place of the training's own, in the same memory."""
+    scale = _scale(training)
+    for name, parameter in training.model.named_parameters():
+        wanted = teacher.gradients[name]
+        if wanted is None:
+            parameter.grad = None
+            continue
+        wanted = (wanted * scale).to(parameter.device, parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = wanted
+        elif parameter.grad.layout == torch.strided:
+            parameter.grad.copy_(wanted)
+        else:
+            parameter.grad = wanted.sparse_mask(parameter.grad.coalesce())
+    for name, buffer in training.model.named_buffers():
+        if not torch.equal(buffer.cpu(), teacher.buffers[name]):
+            buffer.copy_(teacher.buffers[name])
+
+
+def _gradients(training: Training) -> Gradients:
+    scale = _scale(training)
+    return {
+        name: None if parameter.grad is None else parameter.grad.detach().to_dense().float().cpu() / scale
+        for name, parameter in training.model.named_parameters()
+    }
+
+
+def _scale(training: Training) -> float:
+    return training.scaler.get_scale() if training.scaler is not None else 1.0
+
+
+def optimizer_settings(training: Training) -> Settings:
+    """The numbers in each of the optimizer's parameter groups, pairs such as betas one by one."""
+    return tuple(
+        {
+            f"{name}[{index}]" if len(numbers) > 1 else name: float(number)
+            for name, value in group.items()
+            if name != "params"
+            for numbers in [value if isinstance(value, (tuple, list)) else (value,)]
+            for index, number in enumerate(numbers)
+            if _is_number(number)
+        }
+        for group in training.optimizer.param_groups
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a state, copied to the CPU; what else lies in it as it is."""
+    return {
+        name: tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
+        for name, tensor in state.items()
+    }
+
+
+# --- held against each other ---
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one step is from the reference's step on the same window."""
+
+    gradients: Comparison
+    buffers: Mapping[str, float]
+    """Relative error of each."""
+    expected_loss: float
+    loss: float
+    skipped: int = 0
+
+
+def differences(reference: Sequence[Step], steps: Iterable[Step]) -> list[Difference]:
+    """Of each step in turn; no more than one is held in memory."""
+    return [difference(expected, step) for step, expected in zip(steps, reference, strict=False)]
+
+
+def difference(expected: Step, step: Step) -> Difference:
+    """Of one step."""
+    return Difference(
+        compare(expected.gradients, step.gradients),
+        compare_buffers(expected.buffers, step.buffers),
+        expected.loss,
+        step.loss,
+        step.skipped,
+    )
+
+
+@dataclass(frozen=True)
+class ParameterChange:
+    """What the updates did to one parameter, both sides given the same gradients."""
+
+    off: float
+    """Norm of the difference between the parameter here and in the reference."""
+    moved: float
+    """Norm of the reference's change."""
+    size: float
+    """Norm of the reference's parameter."""
+    resolution: float
+    """Relative distance of neighbouring numbers of the parameter's type."""
+
+
+def parameter_changes(reference: Run, training: Training) -> dict[str, ParameterChange]:
+    """How far the training's parameters are from where the reference's updates led."""
+    return {
+        name: ParameterChange(
+            off=_distance(parameter.detach().cpu(), expected),
+            moved=reference.moved[name],
+            size=float(torch.linalg.vector_norm(expected.float())),
+            resolution=torch.finfo(expected.dtype).eps,
+        )
+        for name, parameter in training.model.named_parameters()
+        if (expected := reference.parameters[name]).dtype.is_floating_point
+    }
+
+
+def _distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.float() - other.float()))
+
+
+# --- several seeds ---
 
 
 @dataclass
@@ -96,6 +268,11 @@ class Mean:
         return None if self.total is None else self.total / self.count
 
     @property
+    def size(self) -> float:
+        """Norm of the mean."""
+        return 0.0 if self.value is None else float(self.value.float().square().sum()) ** 0.5
+
+    @property
     def spread(self) -> float:
         """Norm of the difference that two honest means of so many seeds are expected to show."""
         if self.total is None:
@@ -106,10 +283,22 @@ class Mean:
 
 @dataclass
 class Means:
-    """Gradients and buffers after one window, each as its mean over several seeds."""
+    """Gradients, buffers and loss of one window, each as its mean over several seeds."""
 
     gradients: dict[str, Mean] = field(default_factory=dict)
     buffers: dict[str, Mean] = field(default_factory=dict)
+    loss: Mean = field(default_factory=Mean)
+
+    def step(self) -> Step:
+        """The means as if one step had given them."""
+        assert self.loss.value is not None
+        return Step(
+            gradients={name: mean.value for name, mean in self.gradients.items()},
+            buffers={name: mean.value for name, mean in self.buffers.items() if mean.value is not None},
+            loss=float(self.loss.value),
+            skipped=0,
+            drew=frozenset(),
+        )
 
 
 def run_seeds(training: Training, weights: Mapping[str, Any], window: Window, seeds: int) -> Means:
@@ -117,27 +306,10 @@ def run_seeds(training: Training, weights: Mapping[str, Any], window: Window, se
     means = Means()
     for seed in range(1, seeds + 1):
         training.model.load_state_dict(weights)
-        training.optimizer.zero_grad(set_to_none=True)
-        seed_everything(seed)
-        training.accumulate(window)
-        for name, gradient in _gradients(training).items():
+        (step,) = run_steps(training, [window], seed)
+        for name, gradient in step.gradients.items():
             means.gradients.setdefault(name, Mean()).add(gradient)
-        for name, buffer in copied(dict(training.model.named_buffers())).items():
+        for name, buffer in step.buffers.items():
             means.buffers.setdefault(name, Mean()).add(buffer)
+        means.loss.add(torch.tensor(step.loss, dtype=torch.float64))
     return means
-
-
-def _gradients(training: Training) -> Gradients:
-    scale = training.scaler.get_scale() if training.scaler is not None else 1.0
-    return {
-        name: None if parameter.grad is None else parameter.grad.detach().to_dense().float().cpu() / scale
-        for name, parameter in training.model.named_parameters()
-    }
-
-
-def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a state, copied to the CPU; what else lies in it as it is."""
-    return {
-        name: tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
-        for name, tensor in state.items()
-    }

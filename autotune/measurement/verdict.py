@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from autotune.measurement.gradients import Comparison, compare, compare_buffers
-from autotune.measurement.runs import SCALER_TRIES, Mean, Means, Run
+from autotune.measurement.gradients import Comparison
+from autotune.measurement.runs import SCALER_TRIES, Difference, Mean, Means, ParameterChange, Settings
 
 SMALLEST_TOLERANCE = 1e-3
 FLOORS = 3.0
@@ -18,11 +18,17 @@ UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
 honest candidate rounds outputs and gradients too. One linear layer in bf16 shows 0.0036 over a floor of 0.0008 (CPU)."""
 SMALLEST_TENSOR_TOLERANCE = 1e-2
 TENSOR_FLOORS = 5.0
-"""For one tensor of many: the worst of sixty in an honest small ResNet is off by up to four of its floors (CPU)."""
+"""For one tensor of many: the worst of sixty in an honest small ResNet is off by up to four of its floors (CPU). For a
+loss too, which is one number: that a floor came out small is chance."""
 LARGEST_TOLERANCE = 0.9
 """A gradient that is gone has a relative error of 1: no floor of rounding allows that."""
 LARGEST_BUFFER_TOLERANCE = 0.5
 """A running average updated twice at a momentum of 0.1 is off by 0.9."""
+UPDATE_TOLERANCE = 1e-4
+"""Of what the updates moved a parameter by, given the same gradients: implementations of one optimizer differ by the
+order of a few operations in fp32, 1e-6; a weight decay of 0.01 that is lost makes 1e-3 of weights of 0.1."""
+UPDATE_RESOLUTIONS = 4.0
+"""And so many distances of neighbouring numbers, for each update rounds the parameter that it is added to."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Allowance:
     errors: Mapping[str, float]
     """Of each parameter's gradient."""
     buffer_errors: Mapping[str, float]
+    loss_error: float
+    """Absolute, of the loss."""
     unit_roundoff: float
     largest: float
     """No more than this is allowed for all gradients together."""
@@ -54,28 +62,37 @@ class Allowance:
         wanted = max(SMALLEST_TENSOR_TOLERANCE, TENSOR_FLOORS * self.buffer_errors.get(name, 0.0), self.tolerance)
         return min(wanted, LARGEST_BUFFER_TOLERANCE)
 
+    def of_loss(self, losses: Iterable[float]) -> float:
+        """Absolute, of the losses of a run whose reference has these."""
+        size = max(abs(loss) for loss in losses)
+        return TENSOR_FLOORS * self.loss_error + (SMALLEST_TOLERANCE + ROUNDINGS * self.unit_roundoff) * size
+
 
 def allowance(
-    reference: Run, honest_runs: Iterable[Run], output_roundings: Iterable[Run], roundings: Iterable[str]
+    honest_runs: Iterable[Sequence[Difference]],
+    output_roundings: Iterable[Sequence[Difference]],
+    roundings: Iterable[str],
 ) -> Allowance:
-    """What honest runs differ from the reference by, the largest of each. One that is not finite says nothing.
+    """What honest runs differ from the reference by, the largest of each. A step that is not finite says nothing.
 
-    Runs that round every module's output are more like the candidate, and count for single tensors only: all gradients
-    together are held to the rounding of weights and inputs, which no faulty arithmetic inside the model enlarges.
+    Runs that round every module's output are more like the candidate, and count for single tensors and the loss only:
+    all gradients together are held to the rounding of weights and inputs, which no faulty arithmetic inside the model
+    enlarges.
     """
-    relative_error = 0.0
+    relative_error = loss_error = 0.0
     errors: dict[str, float] = {}
     buffer_errors: dict[str, float] = {}
     for run, counts_for_all in (*((run, True) for run in honest_runs), *((run, False) for run in output_roundings)):
-        found = compare(reference.gradients, run.gradients)
-        if not math.isfinite(found.relative_error):
-            continue
-        if counts_for_all:
-            relative_error = max(relative_error, found.relative_error)
-        _raise_to(errors, found.errors)
-        _raise_to(buffer_errors, compare_buffers(reference.buffers, run.buffers))
+        for step in run:
+            if not math.isfinite(step.gradients.relative_error + step.loss):
+                continue
+            if counts_for_all:
+                relative_error = max(relative_error, step.gradients.relative_error)
+            loss_error = max(loss_error, abs(step.loss - step.expected_loss))
+            _raise_to(errors, step.gradients.errors)
+            _raise_to(buffer_errors, step.buffers)
     units = max((UNIT_ROUNDOFF[kind] for kind in roundings), default=0.0)
-    return Allowance(relative_error, errors, buffer_errors, units, LARGEST_TOLERANCE)
+    return Allowance(relative_error, errors, buffer_errors, loss_error, units, LARGEST_TOLERANCE)
 
 
 def widened(allowed: Allowance, reference: Means) -> Allowance:
@@ -83,26 +100,15 @@ def widened(allowed: Allowance, reference: Means) -> Allowance:
     errors, buffer_errors = dict(allowed.errors), dict(allowed.buffer_errors)
     _raise_to(errors, _relative_spreads(reference.gradients))
     _raise_to(buffer_errors, _relative_spreads(reference.buffers))
-    size = math.hypot(*(_norm(mean) for mean in reference.gradients.values()))
+    size = math.hypot(*(mean.size for mean in reference.gradients.values()))
     spread = math.hypot(*(mean.spread for mean in reference.gradients.values()))
     relative_error = max(allowed.relative_error, spread / size if size else 0.0)
-    return Allowance(relative_error, errors, buffer_errors, allowed.unit_roundoff, math.inf)
+    loss_error = max(allowed.loss_error, reference.loss.spread)
+    return Allowance(relative_error, errors, buffer_errors, loss_error, allowed.unit_roundoff, math.inf)
 
 
 def _relative_spreads(means: Mapping[str, Mean]) -> dict[str, float]:
-    return {name: mean.spread / size for name, mean in means.items() if (size := _norm(mean))}
-
-
-def _norm(mean: Mean) -> float:
-    return 0.0 if mean.value is None else float(mean.value.float().square().sum()) ** 0.5
-
-
-def averaged(run: Run, means: Means) -> Run:
-    """The run with the means over seeds in place of what one seed gave."""
-    buffers = {name: mean.value for name, mean in means.buffers.items() if mean.value is not None}
-    return replace(
-        run, gradients={name: mean.value for name, mean in means.gradients.items()}, buffers={**run.buffers, **buffers}
-    )
+    return {name: mean.spread / mean.size for name, mean in means.items() if mean.size}
 
 
 def _raise_to(largest: dict[str, float], values: Mapping[str, float]) -> None:
@@ -110,49 +116,84 @@ def _raise_to(largest: dict[str, float], values: Mapping[str, float]) -> None:
         largest[name] = max(largest.get(name, 0.0), value)
 
 
-def fault(reference: Run, candidate: Run, allowed: Allowance, pieces: int) -> str:
-    """What is wrong with the candidate, in one sentence; empty where nothing is.
+# --- sentences: what, where, how much of what is allowed, and what to change where that is known ---
 
-    `pieces`: micro-batches that the candidate's step was made of, for the advice.
+
+def fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
+    """What is wrong with the candidate's gradients, losses and buffers, in one sentence; empty where nothing is.
+
+    `pieces`: micro-batches that a step was made of, for the advice.
     """
-    found = compare(reference.gradients, candidate.gradients)
-    if candidate.skipped_all:
-        return f"every one of {SCALER_TRIES} steps was skipped: the scaled gradients are never finite"
-    if found.missing:
-        return f"{found.missing[0]} has a gradient in the user's program and none here: a part of the model is left out"
-    return (
-        _loss_fault(reference, candidate, steps=1)
-        or _gradient_fault(found, allowed, pieces)
-        or _loss_fault(reference, candidate, steps=len(candidate.losses))
-        or _buffer_fault(reference, candidate, allowed)
-        or _update_fault(reference, candidate)
-    )
-
-
-def _loss_fault(reference: Run, candidate: Run, steps: int) -> str:
-    for step, (expected, loss) in enumerate(zip(reference.losses[:steps], candidate.losses, strict=False), 1):
-        if not math.isfinite(loss):
-            return f"the loss of step {step} is {loss} here and {expected:.4g} in the user's program"
+    loss_tolerance = allowed.of_loss([step.expected_loss for step in steps if math.isfinite(step.expected_loss)])
+    for number, step in enumerate(steps, 1):
+        reason = (
+            _left_out(step)
+            or _loss_not_finite(step, number)
+            or _gradient_fault(step.gradients, allowed, pieces, number)
+            or _loss_fault(step, loss_tolerance, number)
+            or _buffer_fault(step.buffers, allowed, number)
+        )
+        if reason:
+            return reason
     return ""
 
 
-def _gradient_fault(found: Comparison, allowed: Allowance, pieces: int) -> str:
+def _left_out(step: Difference) -> str:
+    if step.skipped == SCALER_TRIES:
+        return (
+            f"every one of {SCALER_TRIES} steps was skipped: the scaled gradients are never finite; what overflows in "
+            "fp16 must be computed in fp32 or bf16"
+        )
+    missing = step.gradients.missing
+    if not missing:
+        return ""
+    return (
+        f"{missing[0]} has a gradient in the user's program and none here: a part of the model is left out, as by a branch "
+        "on autocast or by reentrant checkpointing"
+    )
+
+
+def _loss_not_finite(step: Difference, number: int) -> str:
+    if math.isfinite(step.loss):
+        return ""
+    return (
+        f"the loss of step {number} is {step.loss} here and {step.expected_loss:.4g} in the user's program; what overflows "
+        "must be computed in fp32"
+    )
+
+
+def _loss_fault(step: Difference, tolerance: float, number: int) -> str:
+    if abs(step.loss - step.expected_loss) <= tolerance:
+        return ""
+    return (
+        f"the loss of step {number} is {step.loss:.6g} here and {step.expected_loss:.6g} in the user's program at the same "
+        f"weights, {abs(step.loss - step.expected_loss):.2g} apart, of {tolerance:.2g} allowed"
+    )
+
+
+def _gradient_fault(found: Comparison, allowed: Allowance, pieces: int, number: int) -> str:
+    when = f" in step {number}" if number > 1 else ""
     if not math.isfinite(found.relative_error):
-        return f"the gradient of {found.worst_parameter} is not finite"
+        return f"the gradient of {found.worst_parameter} is not finite{when}; what overflows must be computed in fp32"
     if found.relative_error > allowed.tolerance:
         return (
-            f"gradients differ by {found.relative_error:.2g}, of {allowed.tolerance:.2g} allowed"
-            f"{accumulation_advice(found, pieces)}"
+            f"gradients differ by {found.relative_error:.2g}{when}, of {allowed.tolerance:.2g} allowed"
+            f"{_where(found)}{accumulation_advice(found, pieces)}"
         )
     excess = {name: error / allowed.of_gradient(name) for name, error in found.errors.items()}
     worst = max(excess, key=lambda name: excess[name], default=None)
     if found.vanished:
-        return f"the gradient of {found.vanished[0]} is next to nothing here and not in the user's program"
+        return f"the gradient of {found.vanished[0]} is next to nothing here{when} and not in the user's program"
     if worst is not None and excess[worst] > 1:
         return (
-            f"the gradient of {worst} differs by {found.errors[worst]:.2g}, of {allowed.of_gradient(worst):.2g} allowed"
+            f"the gradient of {worst} differs by {found.errors[worst]:.2g}{when}, "
+            f"of {allowed.of_gradient(worst):.2g} allowed"
         )
     return ""
+
+
+def _where(found: Comparison) -> str:
+    return "" if found.worst_parameter is None else f", most in {found.worst_parameter} ({found.worst_error:.2g})"
 
 
 def accumulation_advice(found: Comparison, pieces: int) -> str:
@@ -171,22 +212,58 @@ def accumulation_advice(found: Comparison, pieces: int) -> str:
     )
 
 
-def _buffer_fault(reference: Run, candidate: Run, allowed: Allowance) -> str:
-    excess = {
-        name: error / allowed.of_buffer(name)
-        for name, error in compare_buffers(reference.buffers, candidate.buffers).items()
-    }
+def _buffer_fault(errors: Mapping[str, float], allowed: Allowance, number: int) -> str:
+    excess = {name: error / allowed.of_buffer(name) for name, error in errors.items()}
     worst = max(excess, key=lambda name: excess[name], default=None)
     if worst is None or excess[worst] <= 1:
         return ""
-    error = excess[worst] * allowed.of_buffer(worst)
-    return f"buffer {worst} differs by {error:.2g} after one step, such as an average updated twice"
-
-
-def _update_fault(reference: Run, candidate: Run) -> str:
-    if reference.moved == 0 or 0.1 < candidate.moved / reference.moved < 10:
-        return ""
     return (
-        f"{len(reference.losses)} steps move the parameters by {candidate.moved:.2g} here and by {reference.moved:.2g} "
-        "in the user's program"
+        f"buffer {worst} differs by {errors[worst]:.2g} after step {number}, of {allowed.of_buffer(worst):.2g} allowed: "
+        "updated twice, or not at all, or from other values"
     )
+
+
+def update_fault(
+    changes: Mapping[str, ParameterChange], expected: Settings, settings: Settings, steps: int, exact: bool
+) -> str:
+    """What is wrong with the optimizer's steps, which were given the reference's gradients; empty where nothing is.
+
+    `exact`: its matrix products are as exact as the reference's; some optimizers have such.
+    """
+    return _settings_fault(expected, settings, steps) or _change_fault(changes, steps, exact)
+
+
+def _settings_fault(expected: Settings, settings: Settings, steps: int) -> str:
+    if len(expected) != len(settings):
+        return f"the optimizer has {len(settings)} parameter groups here and {len(expected)} in the user's program"
+    for number, (theirs, ours) in enumerate(zip(expected, settings, strict=True)):
+        for name, value in theirs.items():
+            found = ours.get(name, math.nan)
+            if found != value and not math.isclose(found, value, rel_tol=UPDATE_TOLERANCE):
+                return (
+                    f"after {steps} steps {name} of the optimizer's parameter group {number} is {found:.6g} here and "
+                    f"{value:.6g} in the user's program: the scheduler is stepped differently, or a setting is lost"
+                )
+    return ""
+
+
+def _change_fault(changes: Mapping[str, ParameterChange], steps: int, exact: bool) -> str:
+    excess = {name: change.off / (update_tolerance(change, exact) or math.ulp(0.0)) for name, change in changes.items()}
+    worst = max(excess, key=lambda name: excess[name], default=None)
+    # Not "more than 1": what is not a number is at fault too.
+    if worst is None or all(value <= 1 for value in excess.values()):
+        return ""
+    change = changes[worst]
+    return (
+        f"from the same gradients, {steps} steps of the optimizer leave {worst} {change.off:.2g} away from where the user's "
+        f"program does, which moves it by {change.moved:.2g}; {update_tolerance(change, exact):.2g} is allowed: the update "
+        "itself is another one (weight decay, clipping, unscaling, learning rate)"
+    )
+
+
+def update_tolerance(change: ParameterChange, exact: bool) -> float:
+    """How far a parameter may be from the reference's after the updates, absolute."""
+    relative = max(UPDATE_TOLERANCE, UPDATE_RESOLUTIONS * change.resolution)
+    if not exact:
+        relative = max(relative, ROUNDINGS * UNIT_ROUNDOFF["tf32"])
+    return relative * change.moved + UPDATE_RESOLUTIONS * change.resolution * change.size
