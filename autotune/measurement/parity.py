@@ -139,12 +139,12 @@ class _Check:
         alike = whole is None or has_batch_norm
         reference = self._reference_run(windows if alike or whole is None else whole)
         draws = False
-        if reference.steps[0].drew:
+        if reference.drew:
             # Only here is dropout turned off, for that changes what is traced: where nothing random is drawn, the
             # compiler finds the graphs that were measured in its cache.
             self.has_dropout = True
             reference = self._reference_run(windows if alike or whole is None else whole)
-            draws = bool(reference.steps[0].drew)
+            draws = bool(reference.drew)
         split_alike = whole is not None and (draws or has_batch_norm)
         if split_alike and not has_batch_norm:
             reference = self._reference_run(windows)
@@ -291,7 +291,8 @@ class _Check:
             self._reuse_if_stateless(reference, windows)
         allowed = self._allowance(reference, windows[:1])
         self.latest = self.reusable = None  # the candidate gets its memory
-        _release(self.conditions)
+        if self.conditions.device == "cuda":
+            _release(self.conditions)
         self.phase("compile")
         training.model.load_state_dict(self.reference_weights)
         with self._without_dropout(training.model):
@@ -301,15 +302,16 @@ class _Check:
         exact = Precision.now().matmul == HIGHEST.matmul
         settings = optimizer_settings(training)
         pieces = len(windows[0])
-        reason = fault(steps, allowed, pieces)
-        if reason and self._draws_others(training, reference):
+        if self._draws_others(training, reference) and fault(steps, allowed, pieces):
             steps, allowed = self._by_means(training, steps, allowed, windows[0])
-            reason = fault(steps, allowed, pieces)
-        elif reason and not fault(steps[:1], allowed, pieces):
-            # The later windows are held to a floor from the first: where that was too strict, to their own.
+        # An update that is off shows in the gradients that follow it, so it is told before these.
+        reason = fault(steps[:1], allowed, pieces) or update_fault(
+            changes, reference.settings, settings, len(windows), exact
+        )
+        if not reason and fault(steps, allowed, pieces):
+            # The later windows were held to a floor from the first: where that is too strict, to their own.
             allowed = self._allowance(reference, windows)
             reason = fault(steps, allowed, pieces)
-        reason = reason or update_fault(changes, reference.settings, settings, len(windows), exact)
         return self._record(reason, steps, changes, allowed, windows)
 
     def _by_means(
@@ -327,12 +329,11 @@ class _Check:
 
     def _draws_others(self, training: Training, reference: Run) -> bool:
         """Whether the candidate could not but draw other random numbers from the same seed."""
-        drew = reference.steps[0].drew
-        if not drew:
+        if not reference.drew:
             return False
         # A compiler has a generator of its own; a CPU's generator gives other numbers in another type. Recomputation is
         # no excuse: it must draw what the forward drew.
-        other_type = self.conditions.device == "cpu" and bool(self._roundings()) and "torch" in drew
+        other_type = self.conditions.device == "cpu" and bool(self._roundings()) and "torch" in reference.drew
         return training.parts.expects_compiled_graphs or other_type
 
     def _record(

@@ -51,6 +51,11 @@ class Run:
     settings: Settings
     """After the last update."""
 
+    @property
+    def drew(self) -> frozenset[str]:
+        """The generators that any of its windows drew from."""
+        return frozenset().union(*(step.drew for step in self.steps))
+
 
 def run_windows(training: Training, windows: list[Window], seed: int) -> Run:
     """Trains on the windows in turn, all random numbers drawn from `seed`."""
@@ -111,6 +116,8 @@ def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor,
         loss = training.accumulate(window)
         if all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in training.model.parameters()):
             return loss, skipped
+        if not math.isfinite(float(loss)):
+            return loss, skipped  # the loss comes before the scale: no scale mends it
         # As the scaler itself would, but without a step that a scheduler counts.
         training.scaler.update(training.scaler.get_scale() * training.scaler.get_backoff_factor())
         for parameter in training.model.parameters():

@@ -288,6 +288,17 @@ def test_a_model_that_tells_its_own_loss_is_evaluated_too() -> None:
     assert soaked(program(Own, loss_fn=None)).steps >= 8
 
 
+def test_modules_that_the_user_keeps_in_evaluation_stay_in_it() -> None:
+    made: list[nn.Module] = []
+
+    def model_fn() -> nn.Module:
+        made.append(nn.Sequential(nn.BatchNorm1d(WIDTH).eval(), nn.Dropout(0.5), nn.Linear(WIDTH, 1)))
+        return made[-1]
+
+    soaked(program(model_fn))
+    assert [module.training for module in made[-1].modules()] == [True, False, True, True]
+
+
 def test_fp16_and_schedulers_are_saved_and_loaded() -> None:
     functions = program(
         Steady, loss_fn=mse, scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)

@@ -1,0 +1,66 @@
+"""What the parity tests share: small models, and a check of one configuration against the program as it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.measurement.parity import check_parity
+from autotune.records import ParityResult
+from autotune.workload import UserFunctions
+from tests.measurement.programs import WIDTH, no_phase, request
+
+SPLIT: dict[str, Any] = {"batch_size": 2, "global_batch_size": 8}
+
+
+def parity(functions: UserFunctions, **changes: Any) -> ParityResult:
+    return check_parity(functions, request("parity", **changes), no_phase)
+
+
+def assert_rejected(result: ParityResult, text: str) -> None:
+    assert not result.passed, result
+    assert re.search(text, result.reason), result.reason
+
+
+def assert_passed(result: ParityResult) -> None:
+    assert result.passed, result
+
+
+# --- models ---
+
+
+class Residual(nn.Module):
+    """A block with a branch that can be left out."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.inner(self.dropout(x))))
+
+
+class Net(nn.Module):
+    """Four blocks and a head."""
+
+    def __init__(self, make_block: Callable[[], nn.Module] = Residual) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make_block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
+def in_autocast() -> bool:
+    return torch.is_autocast_enabled("cpu")
