@@ -367,7 +367,7 @@ class _Check:
             worst_update=worst_update if worst_update and updates[worst_update] else None,
             reference_losses=tuple(step.expected_loss for step in steps),
             candidate_losses=tuple(step.loss for step in steps),
-            loss_tolerance=allowed.of_loss([step.expected_loss for step in steps]),
+            loss_tolerance=allowed.of_loss(step.expected_loss for step in steps),
             skipped_steps=max(step.skipped for step in steps),
             micro_batch_size=windows[0][0].samples,
             micro_batches_per_step=len(windows[0]),

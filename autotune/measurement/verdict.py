@@ -64,7 +64,7 @@ class Allowance:
 
     def of_loss(self, losses: Iterable[float]) -> float:
         """Absolute, of the losses of a run whose reference has these."""
-        size = max(abs(loss) for loss in losses)
+        size = max((abs(loss) for loss in losses if math.isfinite(loss)), default=0.0)
         return TENSOR_FLOORS * self.loss_error + (SMALLEST_TOLERANCE + ROUNDINGS * self.unit_roundoff) * size
 
 
@@ -124,7 +124,7 @@ def fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
 
     `pieces`: micro-batches that a step was made of, for the advice.
     """
-    loss_tolerance = allowed.of_loss([step.expected_loss for step in steps if math.isfinite(step.expected_loss)])
+    loss_tolerance = allowed.of_loss(step.expected_loss for step in steps)
     for number, step in enumerate(steps, 1):
         reason = (
             _left_out(step)

@@ -120,3 +120,24 @@ def endless_loss(model, batch):
         while True:
             taken = (taken @ taken).tanh()
     return regression_loss(model, batch)
+
+
+class GraphedInPieces(nn.Module):
+    """Replays a CUDA graph of its own for batches of 16: every replay writes the gradients into the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = perceptron_model()
+        self.graphed = False
+
+    def forward(self, x):
+        if len(x) != 16:
+            return nn.Sequential.forward(self.net, x)
+        if not self.graphed:
+            torch.cuda.make_graphed_callables(self.net, (torch.randn_like(x),))
+            self.graphed = True
+        return self.net(x)
+
+
+def graphed_model():
+    return GraphedInPieces()
