@@ -176,7 +176,7 @@ def test_ctrl_c_is_a_sentence_and_leaves_nothing(place: Path, monkeypatch: pytes
     (place / "interrupted").mkdir()
     monkeypatch.setenv("TMPDIR", str(place / "interrupted"))
     running = RunningSearch("verify", "best.json", directory=place)
-    running.wait_for("trial 0")
+    running.wait_for("trial 0: your settings")
     started = running.descendants(at_least=1)
     running.interrupt()
     assert running.end() == 130
