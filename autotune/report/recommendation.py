@@ -170,6 +170,10 @@ def parity_lines(parity: ParityResult) -> tuple[str, ...]:
         lines.append(f"largest difference: {format_error(parity.worst_parameter_error)}, in {parity.worst_parameter}")
     if parity.worst_buffer is not None:
         lines.append(f"buffers differ by {format_error(parity.buffer_error)} at most, in {parity.worst_buffer}")
+    if parity.worst_update is not None:
+        lines.append(f"the updates differ by {format_error(parity.update_error)} at most, in {parity.worst_update}")
+    if parity.skipped_steps:
+        lines.append(f"{counted(parity.skipped_steps, 'step')} skipped, before the loss scale was small enough")
     if parity.reference_losses and parity.candidate_losses:
         lines += [
             f"loss of each step, yours in fp32: {losses_text(parity.reference_losses)}",

@@ -99,6 +99,14 @@ def test_parity_tells_error_allowance_floor_and_where() -> None:
     assert "loss of each step, with these settings: 2.303 2.252" in text
 
 
+def test_updates_and_skipped_steps_are_told_where_there_are_any() -> None:
+    assert "updates differ" not in told() and "skipped" not in told()
+    checked = parity(update_error=0.002, worst_update="fc.weight", skipped_steps=2)
+    text = told(best=fast_answer(parity=checked))
+    assert "the updates differ by 0.2 % at most, in fc.weight" in text
+    assert "2 steps skipped, before the loss scale was small enough" in text
+
+
 def test_long_loss_curves_are_cut_in_the_middle() -> None:
     losses = tuple(float(number) for number in range(20, 0, -1))
     assert losses_text(losses) == "20 19 18 17 16 15 14 ... 1"
