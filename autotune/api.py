@@ -377,6 +377,11 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
             )
             session.warnings.extend(others)
             session.resume()
+            if study.trials_of_others and not session.trials:
+                watcher.note(
+                    f"the {study.trials_of_others} trials in {options.study} do not count here: space, knobs, limits or "
+                    "seed were others; best.json will be of this search"
+                )
             yield _Opened(session, workload, options.study, pool)
         finally:
             study.close()

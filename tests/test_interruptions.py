@@ -164,3 +164,20 @@ def test_an_answer_that_cannot_be_saved_is_told_all_the_same(cli: SimulatedCli, 
     assert "note: cannot save here/best.json: Is a directory; the trials are kept there" in ended.errors
     assert "How sure" in ended.output
     assert trials_in(tmp_path)
+
+
+# --- gone on with otherwise -------------------------------------------------------------------------------------------
+
+
+def test_other_settings_begin_anew_and_say_so_and_fresh_forgets(cli: SimulatedCli, tmp_path: Path) -> None:
+    assert cli.run(tmp_path, *ARGUMENTS, ending=(signal.SIGINT, 5)).exit_code == 130
+    count = len(trials_in(tmp_path))
+    for change in (("--seed", "1"), ("--only", "num_workers"), ("--fix", "precision=as_is")):
+        other = cli.run(tmp_path, "--trials", "1", "--budget", "60s", *change)
+        told = [line for line in other.errors.splitlines() if line.startswith("note: the ")]
+        assert len(told) == 1 and "do not count here: space, knobs, limits or seed were others" in told[0]
+    same = cli.run(tmp_path, "--trials", str(count), "--budget", "90s")
+    assert "do not count here" not in same.errors
+    assert sum(trial.round is None for trial in trials_in(tmp_path)) == count, "the trials of the first call count"
+    assert cli.run(tmp_path, "--trials", "1", "--budget", "60s", "--fresh").exit_code == 0
+    assert sum(trial.round is None for trial in trials_in(tmp_path)) == 1

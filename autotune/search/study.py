@@ -113,7 +113,8 @@ class Study:
     """A study in use by this process, from `open` to `close`. Also a context manager.
 
     `interrupted` holds the configurations whose trials were running when an earlier search ended, and that were not
-    measured since; they were told FAIL, and are worth running again.
+    measured since; they were told FAIL, and are worth running again. `trials_of_others` says how many trials of the same
+    workload lie beside these and do not count here: they ran in another space or under other conditions.
     """
 
     def __init__(
@@ -145,6 +146,11 @@ class Study:
         self._end_unfinished()
         self._trials = {trial.number: trial for trial in _read_trials(self._study, tables, name, directory)}
         self.interrupted = self._without_answer()
+        self.trials_of_others = sum(
+            len(optuna.load_study(study_name=other, storage=self._storage).get_trials(deepcopy=False))
+            for other in tables.study_names()
+            if other != name
+        )
         self._proposals = _Proposals(space, objective, seed + len(self._trials))
         self._proposals.learn(self.trials())
 

@@ -296,8 +296,10 @@ def test_another_space_or_other_conditions_are_another_study_in_the_same_file(di
     for change in changes:
         with opened(directory, **change) as study:
             assert (study.trials(), study.probes()) == ([], [])
+            assert study.trials_of_others == 1
     with opened(directory, seed=5) as study:
         assert len(study.trials()) == 1
+        assert study.trials_of_others == 0
 
 
 def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
