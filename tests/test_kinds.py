@@ -156,9 +156,24 @@ def _of_arrays(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(torch.from_numpy(batch["x"])), torch.from_numpy(batch["y"]))
 
 
+def _popping(model: Any, batch: Any) -> torch.Tensor:
+    y = batch.pop("y")
+    return nn.functional.mse_loss(model(**batch), y)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 @pytest.mark.parametrize(
     ("collate", "model_fn", "loss_fn"),
     [
+        (_encoding, ByKeyword, _popping),
         (_pair, perceptron, _by_name),
         (_item, perceptron, _of_item),
         (_encoding, TellsItsLoss, None),

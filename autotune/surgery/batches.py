@@ -21,13 +21,19 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with its tensors on `device`; the very same object where there is nothing to move.
+    """The batch with its tensors on `device`, the very same tensors where they lie there already.
 
-    An object with a `to` method of its own, wherever it lies in the batch, is moved by that.
+    Its containers are new ones, so that a loss function may take one apart, and the batch can be used again. An object
+    with a `to` method of its own, wherever it lies in the batch, is moved by that.
     """
     if device.type == "cpu":
-        return batch
-    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), lambda item: item.to(device))
+        return _mapped(batch, lambda tensor: tensor, None)
+
+    def move(item: Any) -> Any:
+        # Some mappings move themselves in place.
+        return (_like(item, dict(item)) if isinstance(item, Mapping) else item).to(device)
+
+    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), move)
 
 
 def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any] | None) -> Any:
@@ -38,6 +44,8 @@ def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor], move: 
         return move(batch)
     if isinstance(batch, tuple):
         items = [_mapped(item, function, move) for item in batch]
+        if all(item is before for item, before in zip(items, batch, strict=True)):
+            return batch
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, list):
         items = [_mapped(item, function, move) for item in batch]

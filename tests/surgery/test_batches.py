@@ -37,6 +37,14 @@ class OwnMapping(UserDict[str, Any]):
     pass
 
 
+class MovesItself(OwnMapping):
+    """As the batches of tokenizers do."""
+
+    def to(self, device: torch.device) -> MovesItself:
+        self.data = {name: item.to(device) for name, item in self.data.items()}
+        return self
+
+
 class TakesNothing(dict[str, Any]):
     """A mapping class that cannot be made of a mapping."""
 
@@ -109,8 +117,21 @@ def test_to_device_moves_every_tensor_and_keeps_the_structure(batch: Any) -> Non
 
 @settings(max_examples=50, deadline=None)
 @given(BATCHES)
-def test_what_has_nothing_to_move_is_the_same_object(batch: Any) -> None:
-    assert to_device(batch, torch.device("cpu")) is batch
+def test_where_nothing_moves_the_tensors_are_the_same(batch: Any) -> None:
+    moved = to_device(batch, torch.device("cpu"))
+    assert skeleton(moved) == skeleton(batch)
+    assert [id(tensor) for tensor in tensors(moved)] == [id(tensor) for tensor in tensors(batch)]
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), META])
+def test_a_batch_that_is_taken_apart_can_be_used_again(device: torch.device) -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    batch = ({"x": x, "y": y}, [x, y], OwnMapping(x=x, y=y), MovesItself(x=x, y=y), Sample([x, y], []))
+    for _ in range(2):
+        mapping, listed, own, itself, sample = to_device(batch, device)
+        for item in (mapping.pop("y"), listed.pop(), own.pop("y"), itself.pop("y"), sample.inputs.pop()):
+            assert item.device == device
+    assert batch[3]["x"].device.type == "cpu"
 
 
 def test_an_object_with_a_move_of_its_own_is_asked() -> None:
