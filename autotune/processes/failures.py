@@ -295,6 +295,8 @@ def _user_message(error: BaseException, origin: Origin) -> str:
             "recomputing a block gave something else than its forward did: it counts its calls, or draws numbers from "
             f"other generators than torch's ({shown})"
         )
+    if "backward through the graph a second time" in origin.message:
+        return f"{shown}{where}; the step calls backward() itself, so loss_fn must not"
     if _NO_CUDA.search(origin.message):
         return f"{shown}{where}: there is no GPU here; leave .cuda() and .to(...) out, autotune places the model itself"
     return f"{shown}{where}"

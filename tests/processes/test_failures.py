@@ -259,6 +259,17 @@ def test_a_block_that_cannot_be_recomputed_says_why():
     )
 
 
+def test_a_loss_that_was_propagated_already():
+    def twice():
+        loss = torch.ones(2, requires_grad=True).exp().sum()
+        loss.backward()
+        loss.backward()
+
+    failure = classify(raised(twice), "compile")
+    assert failure.kind == "user_error"
+    assert failure.message.endswith("; the step calls backward() itself, so loss_fn must not")
+
+
 def test_notes_on_an_exception_are_told_after_it():
     error = ValueError("no such size")
     error.add_note("at the last batch of a pass")
