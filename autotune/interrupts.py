@@ -1,8 +1,9 @@
-"""`interrupts_kept`: a Ctrl-C that Python would drop comes a moment later."""
+"""When a Ctrl-C comes: `interrupts_kept` loses none, `interrupts_held` puts it off until something is written."""
 
 from __future__ import annotations
 
 import _thread
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -36,3 +37,25 @@ def interrupts_kept() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Within it, what would interrupt the program waits for the end; for what must not stay half done, and is short.
+
+    Libraries do not bear KeyboardInterrupt everywhere: a database stays locked where it came in the wrong moment.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()  # no other is interrupted
+    handlers = {number: signal.getsignal(number) for number in numbers} if in_main_thread else {}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in held:
+            signal.signal(number, lambda number, frame: came.append(number))
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])

@@ -141,7 +141,8 @@ def _killing(at: int) -> Callable[..., sqlite3.Connection]:
     def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
         connection: sqlite3.Connection = connect(*arguments, **options)
         connection.execute("PRAGMA synchronous = OFF")
-        connection.set_trace_callback(count)
+        if at > 0:
+            connection.set_trace_callback(count)
         return connection
 
     return connected

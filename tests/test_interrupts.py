@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune.interrupts import interrupts_kept
+from autotune.interrupts import interrupts_held, interrupts_kept
 
 
 class Dying:
@@ -69,3 +69,21 @@ def test_what_else_is_unraisable_is_told_as_before(monkeypatch: pytest.MonkeyPat
         Dying(fail)
     assert len(told) == 1
     assert sys.unraisablehook is before
+
+
+def test_an_interrupt_waits_for_the_end_of_what_is_being_written() -> None:
+    written: list[str] = []
+
+    @interrupts_held()
+    def write() -> None:
+        interrupt()
+        interrupt()
+        written.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert written == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(ValueError, match="lost"), interrupts_held():
+        fail()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.config import TrainingConfig, Value
+from autotune.interrupts import interrupts_held
 from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
 from autotune.search.tables import (
     BUSY_TIMEOUT_SECONDS,
@@ -198,10 +199,10 @@ class Study:
             return study
 
     @_writes
+    @interrupts_held()
     def close(self) -> None:
         """Ends what was interrupted, and lets another search use the directory."""
         try:
-            self._storage.remove_session()  # an interrupt may have left it in the middle of something
             self._end_unfinished()
         finally:
             self._resources.close()
@@ -215,6 +216,7 @@ class Study:
     # --- trials ---
 
     @_writes
+    @interrupts_held()
     def begin(self, config: TrainingConfig) -> int:
         """Notes that a configuration is about to run, and gives the trial's number.
 
@@ -230,6 +232,7 @@ class Study:
         return asked.number
 
     @_writes
+    @interrupts_held()
     def finish(self, trial: Trial) -> None:
         """Stores a trial that `begin` gave the number of, and tells Optuna.
 
@@ -254,6 +257,7 @@ class Study:
         return numbered
 
     @_writes
+    @interrupts_held()
     def replace(self, trial: Trial) -> None:
         """Stores what a finished trial turned out to be, under its number: numerics that were seen to be wrong later.
 
@@ -286,6 +290,7 @@ class Study:
     # --- beside the trials ---
 
     @_writes
+    @interrupts_held()
     def add_probe(self, probe: Probe) -> None:
         """Stores a probe, in a table of our own."""
         self._tables.add_probe(self.name, probe.model_dump())
