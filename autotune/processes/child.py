@@ -66,8 +66,9 @@ def set_apart(order: TrialOrder, server: int) -> None:
     output = os.open(order.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
-    os.close(nothing)
-    os.close(output)
+    for source in (nothing, output):
+        if source > 2:  # it is one of the three where the user's module has closed that
+            os.close(source)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.closed:  # the user's module may have closed it
             stream.reconfigure(line_buffering=True)  # what was printed before a crash is worth reading
@@ -122,7 +123,7 @@ def leave() -> NoReturn:
 
 def fail(error: BaseException) -> NoReturn:
     """Ends the process for a reason of ours, not of the user's: it belongs into the trial's output."""
-    sys.excepthook(type(error), error, error.__traceback__)
+    sys.__excepthook__(type(error), error, error.__traceback__)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     os._exit(DISK_FULL_STATUS if full else 1)
 

@@ -50,7 +50,7 @@ def origin_of(error: BaseException) -> Origin:
 
 def is_own(filename: str) -> bool:
     """Whether a source file is the user's: not autotune's, torch's, Python's or of any installed package."""
-    if filename.startswith("<frozen"):
+    if filename.startswith("<frozen") or filename == "<string>":  # the latter is the line that starts our interpreters
         return False
     parts = Path(filename).parts
     if "site-packages" in parts or "dist-packages" in parts:

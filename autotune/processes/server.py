@@ -24,6 +24,7 @@ from autotune.processes.preparation import fork, fork_problem, import_user_modul
 from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit, is_resource_tracker
 from autotune.processes.shared_memory import remove_left_by
 from autotune.processes.wire import (
+    CHANNEL_CLOSED_STATUS,
     SHOW_WHERE_SIGNAL,
     Channel,
     EndTrial,
@@ -64,6 +65,7 @@ class Server:
     def __init__(self, channel: Channel, orchestrator: int) -> None:
         self._channel = channel
         self._orchestrator = orchestrator
+        self._pid = os.getpid()
         self._functions: UserFunctions | None = None
         self._thread_count = 1
         self._kept: frozenset[ProcessId] = frozenset()
@@ -107,14 +109,23 @@ class Server:
             try:
                 self._functions, self._thread_count = import_user_module(hello)
             except BaseException as error:  # the user's module may raise anything, SystemExit too
+                self._keep_to_the_connection()
                 told = import_failure(error, hello.workload.location)
                 self._channel.send(ImportFailed(str(told), told.detail))
                 return False
+            self._keep_to_the_connection()
             self._hear_signals()  # the user's module may have set handlers of its own, or ignored them
             self._kept = frozenset(descendants(os.getpid()))
             problem = fork_problem(self._thread_count, hello.silence_seconds)
         self._channel.send(Ready(problem))
         return True
+
+    def _keep_to_the_connection(self) -> None:
+        """The user's module may have forked, and two servers would answer for one; or have closed the connection."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+        if not self._channel.is_open():
+            os._exit(CHANNEL_CLOSED_STATUS)
 
     # --- serving ---
 

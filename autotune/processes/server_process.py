@@ -17,7 +17,15 @@ from autotune.errors import WorkloadError
 from autotune.processes.ending import where_it_was
 from autotune.processes.interpreter import command
 from autotune.processes.process_tree import carrying, descendants
-from autotune.processes.wire import MARKER_VARIABLE, SHOW_WHERE_SIGNAL, Channel, Hello, ImportFailed, Ready
+from autotune.processes.wire import (
+    CHANNEL_CLOSED_STATUS,
+    MARKER_VARIABLE,
+    SHOW_WHERE_SIGNAL,
+    Channel,
+    Hello,
+    ImportFailed,
+    Ready,
+)
 
 _IMPORT_SECONDS = 600.0
 _STILL_IMPORTING_SECONDS = (20.0, 60.0, 120.0, 300.0)
@@ -80,6 +88,11 @@ class ServerProcess:
             raise self._hangs_at_import(location) from None
         except EOFError:
             ended = self.how_it_ended()
+            if ended == f"status {CHANNEL_CLOSED_STATUS}":
+                raise WorkloadError(
+                    f"importing {location} closed files that it had not opened, the connection to autotune among them: "
+                    "leave out what closes all, such as os.closerange"
+                ) from None
             raise WorkloadError(
                 f"importing {location} ended the process with {ended}; what it printed is in {self._log_path}"
             ) from None
@@ -90,14 +103,13 @@ class ServerProcess:
 
     def _prepared(self, location: str, on_progress: Callable[[str], None]) -> Any:
         began = time.monotonic()
-        for seconds in (*_STILL_IMPORTING_SECONDS, _IMPORT_SECONDS):
+        for seconds in _STILL_IMPORTING_SECONDS:
             try:
                 return self.receive(began + seconds - time.monotonic())
             except TimeoutError:
-                if seconds < _IMPORT_SECONDS:
-                    printed = f"what it prints goes to {self._log_path}"
-                    on_progress(f"still importing torch and {location} after {seconds:.0f} s; {printed}")
-        raise TimeoutError
+                printed = f"what it prints goes to {self._log_path}"
+                on_progress(f"still importing torch and {location} after {seconds:.0f} s; {printed}")
+        return self.receive(began + _IMPORT_SECONDS - time.monotonic())
 
     def _hangs_at_import(self, location: str) -> WorkloadError:
         os.kill(self.pid, SHOW_WHERE_SIGNAL)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import select
 import signal
 import socket
+import stat
 import struct
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +26,9 @@ MARKER_VARIABLE = "AUTOTUNE_SERVER"
 
 DISK_FULL_STATUS = 74
 """With which a trial ends that could not write its answer down (EX_IOERR of sysexits)."""
+
+CHANNEL_CLOSED_STATUS = 76
+"""With which the server ends where the user's module has closed its connection (EX_PROTOCOL of sysexits)."""
 
 SHOW_WHERE_SIGNAL = signal.SIGUSR2
 """On which the server and a trial print where they are, even while they are stuck in native code."""
@@ -132,6 +137,13 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor, to wait on."""
         return self._connection.fileno()
+
+    def is_open(self) -> bool:
+        """Whether its descriptor is still the socket that it was."""
+        try:
+            return stat.S_ISSOCK(os.fstat(self.fileno()).st_mode)
+        except OSError:
+            return False
 
     def send(self, message: object) -> None:
         """Raises OSError where the other side is gone."""

@@ -1,6 +1,7 @@
 """Which trials can be forked, and what happens where they cannot."""
 
 import os
+from itertools import count
 
 import psutil
 import pytest
@@ -82,6 +83,7 @@ def test_one_server_for_each_environment(behaving_workload, request_for, tmp_pat
         ("raise SystemExit(2)\n", "SystemExit: 2", "train.py"),
         ("def model_fn(): pass\n", "does not define data_fn", ""),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "ended the process with signal SIGSEGV", ""),
+        ("import os\nos.closerange(3, 4096)\n", "closed files that it had not opened", ""),
         ("import os\nos._exit(0)\n", "ended the process with status 0", ""),
     ],
 )
@@ -97,19 +99,56 @@ def test_import_failures(file_workload, tmp_path, source, message, detail):
 
 
 def test_an_import_that_does_not_end_is_told_while_it_lasts_and_where_it_hangs(file_workload, tmp_path, monkeypatch):
-    monkeypatch.setattr("autotune.processes.server_process._STILL_IMPORTING_SECONDS", (1.0,))
-    monkeypatch.setattr("autotune.processes.server_process._IMPORT_SECONDS", 5.0)
+    class UntilItHangs:
+        """Every second, until torch is imported and it is the user's module that takes time."""
+
+        def __iter__(self):
+            yield 0.5
+            for seconds in count(1):
+                if (tmp_path / "hangs").exists():
+                    return
+                yield seconds
+
+    monkeypatch.setattr("autotune.processes.server_process._STILL_IMPORTING_SECONDS", UntilItHangs())
+    monkeypatch.setattr("autotune.processes.server_process._IMPORT_SECONDS", 1.0)
     heard = []
-    workload = file_workload("import ctypes\n\ndef download():\n    ctypes.CDLL(None).sleep(600)\n\ndownload()\n")
-    pool = TrialPool(workload, tmp_path, entry=ENTRY, on_note=heard.append)
+    hanging = f"import ctypes\n\ndef download():\n    open('{tmp_path}/hangs', 'w')\n    ctypes.CDLL(None).sleep(600)\n"
+    pool = TrialPool(file_workload(f"{hanging}\ndownload()\n"), tmp_path, entry=ENTRY, on_note=heard.append)
     with pytest.raises(
-        WorkloadError, match="did not end within 5 s: what takes so long belongs into model_fn"
+        WorkloadError, match="did not end within 1 s: what takes so long belongs into model_fn"
     ) as caught:
         pool.start()
-    assert heard == [
+    assert (
         f"still importing torch and {tmp_path}/train.py after 1 s; what it prints goes to {tmp_path}/server.log"
-    ]
+        in heard
+    )
     assert "in download" in caught.value.detail
+    assert psutil.Process().children() == []
+
+
+UNRULY = """
+import os, signal, sys, threading, time
+from trial_behaviours import data_fn, model_fn
+os.umask(0o777)
+os.environ.pop("HOME", None)
+for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
+threading.Thread(target=time.sleep, args=(600,)).start()
+assert sys.stdin.read() == ""
+sys.stdout.close()
+sys.excepthook = lambda *told: None
+os.fork()
+"""
+
+
+def test_a_module_that_changes_its_process_while_it_is_imported(file_workload, request_for, tmp_path):
+    with TrialPool(file_workload(UNRULY), tmp_path, entry=ENTRY) as pool:
+        assert start_method_of(pool.run(request_for("look_around"))) == "fork"
+        lost = pool.run(request_for("lose_a_worker_by_signal")).failure
+        assert (lost.kind, lost.signal) == ("crash", "SIGSEGV"), lost
+        hung = pool.run(request_for("hang", measure_seconds=1.0)).failure
+        assert (hung.kind, "in hang" in hung.detail) == ("timeout", True)
+        assert pool.run(request_for("look_around")).failure is None
     assert psutil.Process().children() == []
 
 
