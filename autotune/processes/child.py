@@ -52,6 +52,12 @@ def signal_at_parents_death(number: int, parent: int) -> None:
         os._exit(1)
 
 
+def show_where_on_signal() -> None:
+    """From now on SHOW_WHERE_SIGNAL prints the stack, whatever handler the user's module has set."""
+    faulthandler.unregister(SHOW_WHERE_SIGNAL)  # or registering it again would leave that handler
+    faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False)
+
+
 def set_apart(order: TrialOrder, server: int) -> None:
     """In the forked process: a session of its own that dies with the server, hears no keyboard, owns its output."""
     os.environ[STARTED_VARIABLE] = repr(time.monotonic())
@@ -160,7 +166,7 @@ class TrialProcess:
     def run(self, load: Callable[[], UserFunctions]) -> None:
         """Runs the trial; whatever the user's code raises becomes the answer's failure, which ends the process."""
         faulthandler.enable(2, all_threads=False)  # a crash prints where it happened, too
-        faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False)
+        show_where_on_signal()
         os.register_at_fork(after_in_child=self._report_process)
         self._enter("start")
         try:

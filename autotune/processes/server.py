@@ -8,7 +8,6 @@ when it is told to, and when the orchestrator is gone.
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
 import select
 import signal
@@ -94,7 +93,7 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, self._parent_thread_ended)
-        faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False)
+        child.show_where_on_signal()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _parent_thread_ended(self, number: int, frame: FrameType | None) -> None:
