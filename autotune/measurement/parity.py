@@ -304,14 +304,15 @@ class _Check:
         pieces = len(windows[0])
         if self._draws_others(training, reference) and fault(steps, allowed, pieces):
             steps, allowed = self._by_means(training, steps, allowed, windows[0])
-        # An update that is off shows in the gradients that follow it, so it is told before these.
-        reason = fault(steps[:1], allowed, pieces) or update_fault(
-            changes, reference.settings, settings, len(windows), exact
-        )
-        if not reason and fault(steps, allowed, pieces):
-            # The later windows were held to a floor from the first: where that is too strict, to their own.
-            allowed = self._allowance(reference, windows)
-            reason = fault(steps, allowed, pieces)
+        reason = fault(steps, allowed, pieces)
+        if reason and not fault(steps[:1], allowed, pieces):
+            # An update that is off shows in the gradients that follow it, so it is told before these.
+            reason = update_fault(changes, reference.settings, settings, len(windows), exact)
+            if not reason:
+                # The later windows were held to a floor from the first: where that is too strict, to their own.
+                allowed = self._allowance(reference, windows)
+                reason = fault(steps, allowed, pieces)
+        reason = reason or update_fault(changes, reference.settings, settings, len(windows), exact)
         return self._record(reason, steps, changes, allowed, windows)
 
     def _by_means(

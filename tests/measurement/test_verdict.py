@@ -77,6 +77,11 @@ def test_runs_with_rounded_outputs_count_for_single_tensors_and_the_loss_only() 
     assert allowed.of_loss([1.0]) == pytest.approx(0.501)
 
 
+def test_rounded_outputs_allow_all_gradients_some_units_of_the_type_at_most() -> None:
+    assert allowance([], [[off(a=[10.0, 0.2])]], ["bfloat16"]).tolerance == pytest.approx(0.04, rel=0.01)
+    assert allowance([], [[off(a=[10.0, 9.0])]], ["bfloat16"]).tolerance == pytest.approx(16 / 256)
+
+
 def test_buffers_are_never_allowed_what_updating_twice_does() -> None:
     assert allowance([[off(mean=5.0)]], [], []).of_buffer("mean") == 0.5
 
@@ -100,7 +105,8 @@ LOOSE = Allowance(0.3, {}, {}, 0.0, 0.0, 0.9)
         ([off(b=[0.0])], "the gradient of b is next to nothing here and not in the user's program"),
         ([off(a=[math.inf, 0.0])], "the gradient of a is not finite; what overflows must be computed in fp32"),
         ([off(b=[4.0])], "the gradient of b differs by 3, of 1.5 allowed"),
-        ([SAME, SAME, off(b=[4.0])], "the gradient of b differs by 3 in step 3, of 1.5 allowed"),
+        ([SAME, off(b=[4.0]), off(b=[5.0])], "the gradient of b differs by 3 in step 2, of 1.5 allowed"),
+        ([SAME, SAME, off(a=[0.0, 10.0])], "gradients differ by 1.4 in step 3, of 0.9 allowed, most in a (1.4)"),
         (
             [off(a=[0.0, 10.0])],
             "gradients differ by 1.4, of 0.9 allowed, most in a (1.4)",
@@ -126,6 +132,17 @@ LOOSE = Allowance(0.3, {}, {}, 0.0, 0.0, 0.9)
 def test_what_is_wrong_is_said_in_a_sentence(steps: Sequence[Difference], text: str) -> None:
     assert fault([SAME, SAME], LOOSE, 1) == ""
     assert fault(steps, LOOSE, 1) == text
+
+
+def test_one_step_of_three_may_be_moved_by_a_sample_at_a_kink_but_not_by_half() -> None:
+    kink = off(a=[10.0, 1.0])
+    assert fault([kink], STRICT, 1) != ""
+    assert fault([kink, SAME, SAME], STRICT, 1) == ""
+    assert fault([SAME, off(b=[0.0]), SAME], STRICT, 1) == ""
+    assert (
+        fault([SAME, kink, kink], STRICT, 1) == "gradients differ by 0.1 in step 2, of 0.001 allowed, most in a (0.1)"
+    )
+    assert "differ by 0.6 in step 2, of 0.5 allowed" in fault([SAME, off(a=[10.0, 6.0]), SAME], STRICT, 1)
 
 
 FP32 = torch.finfo(torch.float32).eps
