@@ -128,20 +128,21 @@ def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor,
 
 
 def _take_up(training: Training, teacher: Step) -> None:
-    """The teacher's gradients and buffers in place of the training's own, in the same memory."""
+    """The teacher's gradients and buffers in place of the training's own, in the same memory.
+
+    A gradient that only one of them has stays as it is: weight decay acts on zeros and not on None.
+    """
     scale = _scale(training)
     for name, parameter in training.model.named_parameters():
         wanted = teacher.gradients[name]
-        if wanted is None:
-            parameter.grad = None
+        if wanted is None or parameter.grad is None:
             continue
-        wanted = (wanted * scale).to(parameter.device, parameter.dtype)
-        if parameter.grad is None:
-            parameter.grad = wanted
-        elif parameter.grad.layout == torch.strided:
+        if parameter.grad.layout == torch.strided:
             parameter.grad.copy_(wanted)
         else:
-            parameter.grad = wanted.sparse_mask(parameter.grad.coalesce())
+            parameter.grad = wanted.to(parameter.device, parameter.dtype).sparse_mask(parameter.grad.coalesce())
+        if scale != 1.0:
+            parameter.grad.mul_(scale)
     for name, buffer in training.model.named_buffers():
         if not torch.equal(buffer.cpu(), teacher.buffers[name]):
             buffer.copy_(teacher.buffers[name])
@@ -234,7 +235,7 @@ class ParameterChange:
 
 
 def parameter_changes(reference: Run, training: Training) -> dict[str, ParameterChange]:
-    """How far the training's parameters are from where the reference's updates led."""
+    """How far the training's trained parameters are from where the reference's updates led."""
     return {
         name: ParameterChange(
             off=_distance(parameter.detach().cpu(), expected),
@@ -243,7 +244,7 @@ def parameter_changes(reference: Run, training: Training) -> dict[str, Parameter
             resolution=torch.finfo(expected.dtype).eps,
         )
         for name, parameter in training.model.named_parameters()
-        if (expected := reference.parameters[name]).dtype.is_floating_point
+        if parameter.requires_grad and (expected := reference.parameters[name]).dtype.is_floating_point
     }
 
 

@@ -203,6 +203,29 @@ def test_the_users_optimizer_by_any_implementation_in_any_precision_passes(
         assert result.update_error < 1e-4
 
 
+class PartlyUsed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def test_weight_decay_on_what_has_no_gradient_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros in place of no gradient are no difference of gradients, and shrink a parameter that the user leaves alone."""
+
+    def zeros_for_none(original: Update) -> Update:
+        def update(training: Training) -> None:
+            for parameter in training.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            original(training)
+
+        return update
+
+    functions = program(PartlyUsed, optimizer_fn=decayed)
+    assert_passed(parity(functions, precision="bf16"))
+    broken(monkeypatch, zeros_for_none)
+    assert_rejected(parity(functions, precision="bf16"), ANOTHER_UPDATE.replace("leave .*", "leave unused.*"))
+
+
 def test_a_rate_of_zero_moves_nothing_on_either_side_and_passes() -> None:
     def still(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)

@@ -82,6 +82,11 @@ def test_rounded_outputs_allow_all_gradients_some_units_of_the_type_at_most() ->
     assert allowance([], [[off(a=[10.0, 9.0])]], ["bfloat16"]).tolerance == pytest.approx(16 / 256)
 
 
+def test_a_single_tensor_is_allowed_as_many_units() -> None:
+    assert allowance([], [], ["bfloat16"]).of_gradient("a") == pytest.approx(16 / 256)
+    assert allowance([], [], ["float16"]).of_gradient("a") == 1e-2
+
+
 def test_buffers_are_never_allowed_what_updating_twice_does() -> None:
     assert allowance([[off(mean=5.0)]], [], []).of_buffer("mean") == 0.5
 
