@@ -28,9 +28,11 @@ TENSOR_FLOORS = 5.0
 loss too, which is one number: that a floor came out small is chance."""
 LARGEST_TOLERANCE = 0.9
 """A gradient that is gone has a relative error of 1: no floor of rounding allows that."""
-LARGEST_IN_ONE_STEP = 0.5
+LARGEST_IN_ONE_STEP = 0.9
 """A sample that lies at a kink (ReLU) goes the other way by the least rounding, and moves the gradient of a small batch by a
 tenth (fp16, CPU). So most of the steps must be within the gate, and each within this."""
+LOSS_IN_ONE_STEP = 3.0
+"""So many times of what is allowed for a loss, likewise: one that is a small difference may be much off by chance."""
 LARGEST_BUFFER_TOLERANCE = 0.5
 """A running average updated twice at a momentum of 0.1 is off by 0.9."""
 UPDATE_TOLERANCE = 1e-4
@@ -141,6 +143,8 @@ def fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
     `pieces`: micro-batches that a step was made of, for the advice.
     """
     loss_tolerance = allowed.of_loss(step.expected_loss for step in steps)
+    if _of_most([abs(step.loss - step.expected_loss) for step in steps]) <= loss_tolerance:
+        loss_tolerance *= LOSS_IN_ONE_STEP
     numbered = list(enumerate(steps, 1))
     return (
         _first(_left_out(step) or _not_finite(step, number) for number, step in numbered)

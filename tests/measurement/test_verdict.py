@@ -126,7 +126,7 @@ LOOSE = Allowance(0.3, {}, {}, 0.0, 0.0, 0.9)
         ),
         (
             [SAME, off(loss=0.9)],
-            "the loss of step 2 is 0.9 here and 1 in the user's program at the same weights, 0.1 apart, of 0.001 allowed",
+            "the loss of step 2 is 0.9 here and 1 in the user's program at the same weights, 0.1 apart, of 0.003 allowed",
         ),
         (
             [off(mean=1.9)],
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_said_in_a_sentence(steps: Sequence[Difference], text: 
     assert fault(steps, LOOSE, 1) == text
 
 
-def test_one_step_of_three_may_be_moved_by_a_sample_at_a_kink_but_not_by_half() -> None:
+def test_one_step_of_three_may_be_moved_by_a_sample_at_a_kink_but_not_wholly() -> None:
     kink = off(a=[10.0, 1.0])
     assert fault([kink], STRICT, 1) != ""
     assert fault([kink, SAME, SAME], STRICT, 1) == ""
@@ -147,7 +147,13 @@ def test_one_step_of_three_may_be_moved_by_a_sample_at_a_kink_but_not_by_half() 
     assert (
         fault([SAME, kink, kink], STRICT, 1) == "gradients differ by 0.1 in step 2, of 0.001 allowed, most in a (0.1)"
     )
-    assert "differ by 0.6 in step 2, of 0.5 allowed" in fault([SAME, off(a=[10.0, 6.0]), SAME], STRICT, 1)
+    assert "differ by 1 in step 2, of 0.9 allowed" in fault([SAME, off(a=[10.0, 10.0]), SAME], STRICT, 1)
+
+
+def test_the_loss_of_one_step_of_three_may_be_off_by_three_times_as_much() -> None:
+    assert fault([off(loss=1.002), SAME, SAME], STRICT, 1) == ""
+    assert "the loss of step 2 is 1.002 here" in fault([SAME, off(loss=1.002), off(loss=1.002)], STRICT, 1)
+    assert "the loss of step 1 is 1.004 here" in fault([off(loss=1.004), SAME, SAME], STRICT, 1)
 
 
 FP32 = torch.finfo(torch.float32).eps
