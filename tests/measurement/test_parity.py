@@ -21,6 +21,10 @@ def test_the_record_tells_losses_errors_and_where() -> None:
     assert result.reference_losses[0] == pytest.approx(result.candidate_losses[0], rel=0.02)
     assert 0 < result.relative_error < result.tolerance
     assert 0.99 < result.cosine <= 1.0
+    assert result.loss_tolerance is not None
+    for expected, loss in zip(result.reference_losses, result.candidate_losses, strict=True):
+        assert abs(loss - expected) < result.loss_tolerance < 0.1 * expected
+    assert (result.update_error, result.worst_update, result.skipped_steps) == (0.0, None, 0)
     assert 0 < result.floor < 0.05
     assert result.worst_parameter in dict(Net().named_parameters())
     assert result.reason == f"gradients differ by {result.relative_error:.2g}, of {result.tolerance:.2g} allowed"
