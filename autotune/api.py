@@ -52,7 +52,7 @@ from autotune.search.study import Study, refuse_unusable, stored_records, worklo
 from autotune.search.tables import DirectoryLock
 from autotune.search.verify import verify as verify_recommendation
 from autotune.search.watcher import CallbackFailed, CallingWatcher, QuietWatcher, SearchWatcher
-from autotune.space import SearchSpace, build_space, refuse_unknown
+from autotune.space import SearchSpace, build_space, preset_objective, refuse_unknown
 from autotune.workload import ROLES, Workload, workload_from_functions
 
 __all__ = ["check", "fit", "load", "memory", "open_study", "search", "verify", "verify_workload"]
@@ -80,7 +80,7 @@ def fit(
     only: str | tuple[str, ...] = (),
     blocks: str | tuple[str, ...] = (),
     fix: Mapping[str, Value] | None = None,
-    objective: Literal["throughput", "memory"] = "throughput",
+    objective: Literal["throughput", "memory"] | None = None,
     budget: str | float = "10m",
     trials: int | None = None,
     memory_limit: str | int | None = None,
@@ -359,7 +359,7 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
             workload=workload_identity(workload.reference(), facts.workload),
             space=space,
             conditions=conditions,
-            objective=options.objective,
+            objective=settings.objective,
             machine_identity=machine.identity,
             seed=options.seed,
             fresh=options.fresh,
@@ -472,7 +472,7 @@ def _raise_failure(failure: Failure) -> NoReturn:
 
 def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace) -> Settings:
     return Settings(
-        objective=options.objective,
+        objective=options.objective or preset_objective(options.space),
         budget_seconds=options.budget_seconds,
         trials=options.trials,
         space=options.space,

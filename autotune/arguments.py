@@ -190,7 +190,7 @@ def _add_search_options(parser: _Parser) -> None:
         "--objective",
         choices=get_args(Objective),
         default=argparse.SUPPRESS,
-        help=f"what to make better (default {DEFAULTS.objective})",
+        help="what to make better (default throughput, or what the space names)",
     )
     _option(
         parser,

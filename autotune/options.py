@@ -42,7 +42,8 @@ class SearchOptions:
     """Samples of one optimizer step to keep; None: the user's own DataLoader decides."""
     free_batch: bool = False
     """Hold no batch, not even that of a DataLoader."""
-    objective: Objective = "throughput"
+    objective: Objective | None = None
+    """None: the one that the space names, or throughput."""
     memory_limit_bytes: int | None = None
     """Tune as if the card (on CPU: the process) had no more than this."""
     memory_margin: float = 0.05
@@ -75,7 +76,7 @@ class SearchOptions:
             raise UserError(
                 f"memory_margin is a share of at least 0 and below 1, such as 0.05, not {self.memory_margin}"
             )
-        if self.objective not in get_args(Objective):
+        if self.objective is not None and self.objective not in get_args(Objective):
             raise UserError(f"objective must be {' or '.join(get_args(Objective))}, not {self.objective!r}")
         if self.device is not None and self.device not in get_args(DeviceKind):
             raise UserError(f"device must be {' or '.join(get_args(DeviceKind))}, not {self.device!r}")

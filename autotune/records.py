@@ -101,6 +101,8 @@ class WorkloadFacts(Record):
     """Why the number of workers cannot be changed, or None."""
     num_workers: int
     pin_memory: bool
+    prefetch_factor: int = 2
+    """Batches that each worker holds ready; DataLoader's own number where the user's loader has no workers."""
     drop_last: bool
     dataset_kind: Literal["map", "iterable"]
     dataset_length: int | None
@@ -117,6 +119,8 @@ class WorkloadFacts(Record):
     optimizer_fixed_reason: str | None
     has_scheduler: bool
     has_batch_norm: bool
+    convolution_ranks: tuple[int, ...] = ()
+    """Ranks of the weights of the model's convolutions, each once: 4 for 2-D ones."""
     has_dropout: bool
     model_is_compiled: bool
     """The user's model_fn compiles already."""

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from autotune.config import TrainingConfig, Value, value_text
 from autotune.errors import UserError
 from autotune.knobs.base import Knob
 from autotune.knobs.batch_size import micro_batches_per_step
 from autotune.knobs.registry import KNOBS, batch_knob, knob
+from autotune.options import Objective
 from autotune.records import SearchFacts
 
 MOST_CHANGES_FROM_FIXED = 2
@@ -118,7 +119,7 @@ def build_space(
     Raises `SpaceError` for unknown names and values, and for fixed values that nothing in the space makes usable.
     """
     baseline = TrainingConfig({one.name: one.baseline(facts) for one in KNOBS})
-    table = _read_preset(preset)
+    table = _read_preset(preset).knobs
     fixed_values = {name: _parse(_known(name), value) for name, value in (fixed or {}).items()}
     searched = [_known(name).name for name in only] or list(table)
     choices: dict[str, tuple[Value, ...]] = {}
@@ -142,6 +143,11 @@ def refuse_unknown(*, preset: str, only: Sequence[str], fixed: Mapping[str, Valu
         _parse(_known(name), value)
 
 
+def preset_objective(preset: str) -> Objective:
+    """What a search of this preset makes better unless it is told. Raises `SpaceError` as `build_space` does."""
+    return _read_preset(preset).objective
+
+
 def preset_names() -> dict[str, str]:
     """The presets that come with autotune: name to summary, smallest first."""
     summaries = {name: str(_load(file)["summary"]) for name, file in _preset_files().items()}
@@ -159,6 +165,11 @@ def _search_order(name: str) -> tuple[int, str]:
 Wanted = Literal["all"] | tuple[Value, ...]
 
 
+class _Preset(NamedTuple):
+    knobs: dict[str, Wanted]
+    objective: Objective
+
+
 def _preset_files() -> dict[str, Traversable]:
     """The preset files: inside the package where it is installed from a wheel, beside it in a checkout."""
     inside = importlib.resources.files("autotune") / "_search_spaces"
@@ -170,8 +181,8 @@ def _preset_files() -> dict[str, Traversable]:
     }
 
 
-def _read_preset(preset: str) -> dict[str, Wanted]:
-    """Knob name to what is wanted of it. Raises `SpaceError`."""
+def _read_preset(preset: str) -> _Preset:
+    """What a preset file says. Raises `SpaceError`."""
     if preset.endswith(".toml"):
         return _checked(Path(preset), preset)
     files = _preset_files()
@@ -186,20 +197,25 @@ def _load(file: Traversable) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-def _checked(file: Traversable, shown: str) -> dict[str, Wanted]:
+def _checked(file: Traversable, shown: str) -> _Preset:
     try:
         content = _load(file)
     except OSError as error:
         raise SpaceError(f"cannot read the search space {shown}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SpaceError(f"{shown} is not valid TOML: {error}") from None
-    unknown = sorted(set(content) - {"summary", "knobs"})
+    unknown = sorted(set(content) - {"summary", "objective", "knobs"})
     if unknown:
-        raise SpaceError(f"{shown} has an unknown entry {unknown[0]!r}; known are summary and the table [knobs]")
+        raise SpaceError(
+            f"{shown} has an unknown entry {unknown[0]!r}; known are summary, objective and the table [knobs]"
+        )
+    objective = content.get("objective", "throughput")
+    if objective not in get_args(Objective):
+        raise SpaceError(f"{shown}: objective must be {' or '.join(get_args(Objective))}, not {objective!r}")
     knobs = content.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
         raise SpaceError(f'{shown} needs a table [knobs] with lines such as precision = "all"')
-    return {name: _checked_wanted(name, wanted, shown) for name, wanted in knobs.items()}
+    return _Preset({name: _checked_wanted(name, wanted, shown) for name, wanted in knobs.items()}, objective)
 
 
 def _checked_wanted(name: str, wanted: object, shown: str) -> Wanted:

@@ -82,7 +82,7 @@ def test_fit_in_a_child_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ({"budget": "soon"}, "'soon' is not a time"),
         ({"memory_limit": "much"}, "'much' is not a size"),
-        ({"space": "hughe"}, "there is no search space 'hughe'; known are default, quick, thorough"),
+        ({"space": "hughe"}, "there is no search space 'hughe'; known are default, loader, memory, quick, thorough"),
         ({"only": ("speed",)}, "there is no knob 'speed'; known are batch_size"),
         ({"fix": {"precision": "int3"}}, "precision has no value 'int3'; known are as_is, tf32, bf16, fp16"),
         ({"fix": {"num_workers": -1}}, "num_workers must be at least 0, not -1"),

@@ -22,8 +22,11 @@ CONFIG = TrainingConfig(
     {
         "batch_size": 2,
         "num_workers": 0,
+        "prefetch_factor": 2,
         "pin_memory": False,
         "precision": "bf16",
+        "memory_format": "as_is",
+        "cudnn_benchmark": "as_is",
         "optimizer_impl": "fused",
         "activation_checkpointing": "as_is",
         "compile_scope": "model",

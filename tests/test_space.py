@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from autotune.config import TrainingConfig, Value
-from autotune.knobs.registry import KNOBS
-from autotune.space import SearchSpace, SpaceError, build_space, preset_names
+from autotune.knobs.registry import KNOBS, knob
+from autotune.space import SearchSpace, SpaceError, build_space, preset_names, preset_objective
 from tests.report.sample_records import search_facts, workload
 
 FACTS = search_facts(largest_batch_size=128)
-SHIPPED = ("quick", "default", "thorough")
+SHIPPED = ("loader", "quick", "memory", "default", "thorough")
 
 
 def space(preset: str = "default", **arguments: Any) -> SearchSpace:
@@ -58,12 +58,21 @@ def test_every_preset_holds_every_knob_and_the_baseline(preset: str) -> None:
 
 
 def test_the_presets_grow() -> None:
-    quick, default, thorough = (space(preset) for preset in SHIPPED)
+    quick, default, thorough = (space(preset) for preset in ("quick", "default", "thorough"))
     assert quick.size < default.size < thorough.size
     assert quick.varied == ("batch_size", "num_workers", "precision", "optimizer_impl")
     assert not any("max-autotune" in str(value) for value in default.choices["compile_mode"])
     assert "max-autotune" in thorough.choices["compile_mode"]
     assert thorough.choices == {knob.name: knob.choices(FACTS) for knob in KNOBS}
+
+
+def test_a_preset_may_name_what_is_made_better() -> None:
+    aims = {preset: preset_objective(preset) for preset in SHIPPED}
+    assert aims == {**dict.fromkeys(SHIPPED, "throughput"), "memory": "memory"}
+
+
+def test_the_loader_preset_moves_nothing_of_the_step() -> None:
+    assert all(knob(name).stage == "loader" for name in space("loader").varied)
 
 
 def test_a_file_narrows_what_the_knobs_offer(tmp_path: Path) -> None:
@@ -102,7 +111,11 @@ def test_a_value_that_this_machine_lacks_is_left_out(tmp_path: Path) -> None:
         ("[knobs]\nprecision = []\n", r"precision must be \"all\" or a list of values, not \[\]"),
         (
             'title = "x"\n[knobs]\nprecision = "all"\n',
-            r"mine\.toml has an unknown entry 'title'; known are summary and",
+            r"mine\.toml has an unknown entry 'title'; known are summary, objective and",
+        ),
+        (
+            'objective = "speed"\n[knobs]\nprecision = "all"\n',
+            r"mine\.toml: objective must be throughput or memory, not 'speed'",
         ),
         ('summary = "x"\n', r"mine\.toml needs a table \[knobs\]"),
         ("[knobs\n", r"mine\.toml is not valid TOML: .*line 1"),
@@ -114,7 +127,9 @@ def test_mistakes_in_a_file_name_the_file_and_what_is_known(tmp_path: Path, text
 
 
 def test_unknown_presets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpaceError, match=r"there is no search space 'fast'; known are default, quick, thorough"):
+    with pytest.raises(
+        SpaceError, match=r"there is no search space 'fast'; known are default, loader, memory, quick, thorough"
+    ):
         space("fast")
     with pytest.raises(SpaceError, match=r"cannot read the search space .*none\.toml: No such file or directory"):
         space(str(tmp_path / "none.toml"))

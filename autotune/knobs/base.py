@@ -98,6 +98,8 @@ class Knob(ABC):
     """How it changes the peak: not, by a constant, by the slope over the batch, or so much that each value needs a
     ceiling of its own."""
     cures: ClassVar[frozenset[Bottleneck]]
+    adds_up: ClassVar[bool] = False
+    """Whether its values count things of which each adds its own pace, so that one predicts how many are needed."""
 
     # --- declare ---
 

@@ -12,8 +12,6 @@ from autotune.records import SearchFacts
 
 MOST_WORKERS = 1024
 """More processes than the largest machines have cores: a mistake, or a file that somebody has tampered with."""
-PREFETCH_FACTOR = 2
-"""DataLoader's default: batches that each worker holds ready."""
 LEAST_OFFERED = 4
 CREDIT_BEYOND_CORES = 0.93
 """The third worker on two cores: loading that waits gains a third by it, loading that computes nothing but noise."""
@@ -33,6 +31,7 @@ class NumWorkers(Knob):
     stage = "loader"
     memory = "none"
     cures = frozenset({"loader"})
+    adds_up = True
 
     def baseline(self, facts: SearchFacts) -> int:
         return facts.workload.num_workers
@@ -71,23 +70,7 @@ class NumWorkers(Knob):
             return None
         if workload.workers_fixed_reason is not None:
             return f"the number of workers cannot be changed: {workload.workers_fixed_reason}"
-        batch = int(others.get("batch_size", workload.batch_size))
-        needed = PREFETCH_FACTOR * workers * batch * workload.sample_bytes
-        if needed > facts.machine.shared_memory_bytes:
-            return (
-                f"{workers} workers keep {PREFETCH_FACTOR * workers} batches of {batch} samples ready, "
-                f"{_mebibytes(needed)}, and shared memory has {_mebibytes(facts.machine.shared_memory_bytes)}; "
-                "enlarge /dev/shm or use fewer"
-            )
-        tensors = tensors_in_batch(workload.batch_structure)
-        files = FILES_OF_A_PROCESS + FILES_PER_WORKER * workers + (PREFETCH_FACTOR * workers + 1) * tensors
-        # Refused before it runs: beyond the limit torch's workers may hang without a word.
-        if workers and files > facts.machine.open_files_limit:
-            return (
-                f"{workers} workers with {tensors} tensors a batch need about {files} open files, and the limit is "
-                f"{facts.machine.open_files_limit}; raise it with `ulimit -n` or use fewer"
-            )
-        return None
+        return no_room(workers, int(others.get("prefetch_factor", workload.prefetch_factor)), others, facts)
 
     def parse(self, text: str) -> Value:
         return parse_count(self.name, text, 0, MOST_WORKERS)
@@ -99,6 +82,28 @@ class NumWorkers(Knob):
 
     def loader_kwargs(self, value: Value, parts: TrainingParts) -> Mapping[str, Any]:
         return {"num_workers": int(value)}
+
+
+def no_room(workers: int, prefetch_factor: int, others: Mapping[str, Value], facts: SearchFacts) -> str | None:
+    """Why shared memory or the limit of open files does not hold what so many workers keep ready; None where they do."""
+    batch = int(others.get("batch_size", facts.workload.batch_size))
+    ready = prefetch_factor * workers
+    needed = ready * batch * facts.workload.sample_bytes
+    if needed > facts.machine.shared_memory_bytes:
+        return (
+            f"{workers} workers keep {ready} batches of {batch} samples ready, "
+            f"{_mebibytes(needed)}, and shared memory has {_mebibytes(facts.machine.shared_memory_bytes)}; "
+            "enlarge /dev/shm or use fewer"
+        )
+    tensors = tensors_in_batch(facts.workload.batch_structure)
+    files = FILES_OF_A_PROCESS + FILES_PER_WORKER * workers + (ready + 1) * tensors
+    # Refused before it runs: beyond the limit torch's workers may hang without a word.
+    if workers and files > facts.machine.open_files_limit:
+        return (
+            f"{workers} workers with {tensors} tensors a batch need about {files} open files, and the limit is "
+            f"{facts.machine.open_files_limit}; raise it with `ulimit -n` or use fewer"
+        )
+    return None
 
 
 def tensors_in_batch(batch_structure: str) -> int:

@@ -7,16 +7,22 @@ from autotune.knobs.base import Knob
 from autotune.knobs.batch_size import BatchSize
 from autotune.knobs.compile_mode import CompileMode
 from autotune.knobs.compile_scope import CompileScope
+from autotune.knobs.cudnn_benchmark import CudnnBenchmark
+from autotune.knobs.memory_format import MemoryFormat
 from autotune.knobs.num_workers import NumWorkers
 from autotune.knobs.optimizer_impl import OptimizerImpl
 from autotune.knobs.pin_memory import PinMemory
 from autotune.knobs.precision import Precision
+from autotune.knobs.prefetch_factor import PrefetchFactor
 
 KNOBS: tuple[Knob, ...] = (
     BatchSize(),
     NumWorkers(),
+    PrefetchFactor(),
     PinMemory(),
     Precision(),
+    MemoryFormat(),
+    CudnnBenchmark(),
     OptimizerImpl(),
     ActivationCheckpointing(),
     CompileScope(),

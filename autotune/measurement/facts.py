@@ -22,6 +22,7 @@ from autotune.records import TrialRequest, WorkloadFacts
 from autotune.surgery.batches import byte_count, describe, to_device
 from autotune.surgery.blocks import Blocks, find_blocks, named_blocks
 from autotune.surgery.loaders import (
+    DEFAULT_PREFETCH_FACTOR,
     as_loader,
     batch_fixed_reason,
     counted,
@@ -94,6 +95,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         workers_fixed_reason=workers_fixed_reason(loader, fresh),
         num_workers=loader.num_workers,
         pin_memory=bool(loader.pin_memory),
+        prefetch_factor=loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
         drop_last=bool(loader.drop_last),
         dataset_kind="iterable" if fresh else "map",
         dataset_length=dataset_length(loader),
@@ -108,6 +110,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         optimizer_fixed_reason=optimizer_fixed_reason,
         has_scheduler=training.scheduler is not None,
         has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        convolution_ranks=_convolution_ranks(model),
         has_dropout=any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
         ),
@@ -119,6 +122,11 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
         fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention, *request.blocks),
     )
+
+
+def _convolution_ranks(model: nn.Module) -> tuple[int, ...]:
+    convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
+    return tuple(sorted({module.weight.dim() for module in convolutions}))
 
 
 def _check_no_arguments(role: str, function: Callable[..., Any]) -> None:
@@ -221,7 +229,7 @@ def process_settings() -> dict[str, Any]:
     return {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn_allow_tf32": bool(torch.backends.cudnn.allow_tf32),
-        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "cudnn_benchmark_set": bool(torch.backends.cudnn.benchmark),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch_threads": torch.get_num_threads(),
     }

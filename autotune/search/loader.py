@@ -33,16 +33,10 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
         return incumbent
     session.watcher.stage("loader", "workers for the pace of the step")
     for knob in knobs:
-        if _counts(knob, session):
-            incumbent = _enough_of(session, knob, incumbent, alone)
-        else:
-            incumbent = _each_value(session, knob, incumbent)
+        incumbent = (
+            _enough_of(session, knob, incumbent, alone) if knob.adds_up else _each_value(session, knob, incumbent)
+        )
     return incumbent
-
-
-def _counts(knob: Knob, session: Session) -> bool:
-    """Whether the knob's values are numbers of something."""
-    return all(type(value) is int for value in session.space.choices[knob.name])
 
 
 def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> Trial:

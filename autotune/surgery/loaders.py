@@ -18,6 +18,9 @@ from autotune.surgery.batches import leading_size, tensors
 DEFAULT_BATCH_SIZE = 32
 """For a bare data set, as many as that or as it has."""
 
+DEFAULT_PREFETCH_FACTOR = 2
+"""DataLoader's own, where it has workers."""
+
 _WORKER_ONLY = ("prefetch_factor", "timeout", "multiprocessing_context", "persistent_workers")
 
 

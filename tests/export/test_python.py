@@ -113,6 +113,7 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Value]]]] = [
     ("bare", {"global_batch_size": None}, [{}, {"batch_size": 8, "num_workers": 1}]),
     ("bare", {"global_batch_size": 32}, [{"batch_size": 16, "compile_mode": "default", "compile_scope": "step"}]),
     ("streamed", {"global_batch_size": 8}, [{}, {"num_workers": 1, "optimizer_impl": "fused"}]),
+    ("images", {"global_batch_size": 4}, [{"memory_format": "channels_last", "num_workers": 1, "prefetch_factor": 4}]),
     ("sampled", {"global_batch_size": 6}, [{}, {"num_workers": 1}]),
 ]
 

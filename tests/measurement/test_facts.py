@@ -52,6 +52,13 @@ def test_blocks_are_found(name: str) -> None:
     assert facts.block_class in ("GptBlock", "BasicBlock")
     assert len(facts.blocks) >= 4
     assert facts.has_batch_norm == (name == "resnet")
+    assert facts.convolution_ranks == ((4,) if name == "resnet" else ())
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [({}, 2), ({"num_workers": 1, "prefetch_factor": 5}, 5)])
+def test_batches_held_ready_are_those_of_the_users_loader(arguments: dict[str, int], expected: int) -> None:
+    facts = facts_of(program(data_fn=lambda: DataLoader(regression_data().dataset, batch_size=8, **arguments)))
+    assert facts.prefetch_factor == expected
 
 
 def test_dropout_frozen_parts_schedulers_and_weights_are_seen() -> None:
