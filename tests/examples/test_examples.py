@@ -129,3 +129,33 @@ def test_gpt2_targets_are_the_next_tokens(small_gpt2: ModuleType) -> None:
 def test_gpt2_runs_as_a_script(small_gpt2: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     small_gpt2.main(steps=2)
     assert len(re.findall(r"step \d: loss \d", capsys.readouterr().out)) == 2
+
+
+def test_resnet50_has_the_published_number_of_parameters() -> None:
+    example = load_example("resnet50")
+    with torch.device("meta"):
+        model = example.model_fn()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+    assert len([module for module in model.modules() if isinstance(module, example.Bottleneck)]) == 16
+
+
+def test_resnet50_scores_images_of_its_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_example("resnet50")
+    monkeypatch.setattr(example, "IMAGE_SIZE", 32)
+    images = example.Images(4, kept=2)
+    batch = next(iter(torch.utils.data.DataLoader(images, batch_size=4)))
+    loss = example.loss_fn(example.ResNet(depths=(1, 1, 1, 1)), batch)
+    assert float(loss) == pytest.approx(math.log(1000), rel=0.3)
+    assert batch[0].shape == (4, 3, 32, 32)
+    assert -1 <= float(batch[0].min()) < float(batch[0].max()) <= 1
+    with pytest.raises(IndexError):
+        images[4]
+
+
+@pytest.mark.parametrize("name", ["slow_loader", "small"])
+def test_an_example_runs_as_a_script_and_trains_under_autotune(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load_example(name)
+    torch.set_num_threads(1)  # beside other tests, more threads would wait for each other
+    example.main(steps=20)
+    assert re.findall(r"step 20: loss \d", capsys.readouterr().out)
+    assert all(math.isfinite(loss) for loss in losses(example, batches=2))
