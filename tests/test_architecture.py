@@ -105,8 +105,8 @@ def _leaves_the_process(node: ast.AST) -> bool:
 def test_no_knob_is_named_outside_its_package() -> None:
     """Search, advice, reports and exports read what knobs declare.
 
-    `num_workers`, `prefetch_factor` and `pin_memory` are also arguments of DataLoader and facts of the user's loader, and `batch_size` is
-    all of that; as names of those they are free in the trial process and in exports.
+    `num_workers`, `prefetch_factor` and `pin_memory` are also arguments of DataLoader and facts of the user's loader,
+    and `batch_size` is all of that; as names of those they are free in the trial process and in exports.
     """
     also_of_loaders = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
     speaks_of_loaders = ("training/", "measurement/", "surgery/", "export/")

@@ -145,7 +145,7 @@ def test_resnet50_scores_images_of_its_data_set(monkeypatch: pytest.MonkeyPatch)
     images = example.Images(4, kept=2)
     batch = next(iter(torch.utils.data.DataLoader(images, batch_size=4)))
     loss = example.loss_fn(example.ResNet(depths=(1, 1, 1, 1)), batch)
-    assert float(loss) == pytest.approx(math.log(1000), rel=0.3)
+    assert loss.item() == pytest.approx(math.log(1000), rel=0.3)
     assert batch[0].shape == (4, 3, 32, 32)
     assert -1 <= float(batch[0].min()) < float(batch[0].max()) <= 1
     with pytest.raises(IndexError):
