@@ -11,6 +11,8 @@ from autotune.knobs.num_workers import no_room
 from autotune.records import SearchFacts
 
 OFFERED = (2, 4, 8)
+MOST_PREFETCHED = 1024
+"""More is a mistake, or a file that somebody has tampered with."""
 
 
 @final
@@ -55,7 +57,7 @@ class PrefetchFactor(Knob):
         return no_room(workers, int(value), others, facts)
 
     def parse(self, text: str) -> Value:
-        return parse_count(self.name, text, 1)
+        return parse_count(self.name, text, 1, MOST_PREFETCHED)
 
     def export(self, value: Value, config: TrainingConfig, facts: SearchFacts) -> CodeLines:
         if value == self.baseline(facts):

@@ -26,17 +26,27 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
     if not knobs or alone is None or session.settings.objective == "memory":
         return incumbent
     session.skipped.clear()  # what was said of the loader for another step
-    share = incumbent.measurement.samples_per_second / alone
+    share = _loader_share(incumbent)
     if share >= IDLE_SHARE:
         names = ", ".join(knob.name for knob in knobs)
         session.skipped.append(f"{names}: the loader gives {min(share, 1.0) * 100:.0f} % of what the step takes")
         return incumbent
     session.watcher.stage("loader", "workers for the pace of the step")
     for knob in knobs:
+        if _loader_share(incumbent) >= IDLE_SHARE:
+            break  # one knob was enough
         incumbent = (
             _enough_of(session, knob, incumbent, alone) if knob.adds_up else _each_value(session, knob, incumbent)
         )
     return incumbent
+
+
+def _loader_share(trial: Trial) -> float:
+    """The rate end to end as a share of that of the step alone; 0 where the step alone was not timed."""
+    measured = trial.measurement
+    assert measured is not None
+    alone = measured.resident_samples_per_second
+    return measured.samples_per_second / alone if alone is not None else 0.0
 
 
 def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> Trial:

@@ -111,7 +111,7 @@ def test_rounding_is_told_with_what_parity_measured() -> None:
 
 
 def test_a_knob_that_changes_training_is_named_with_what_it_does() -> None:
-    class EightBitStates(type(KNOBS[2])):  # type: ignore[misc]
+    class EightBitStates(type(knob("pin_memory"))):  # type: ignore[misc]
         effect = "training"
         summary = "optimizer states in 8 bits"
 
