@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from autotune.config import TrainingConfig
+from autotune.knobs.registry import KNOBS
+from autotune.search.loader import IDLE_SHARE, loader_share
 from autotune.search.session import Session
 
 ENOUGH_TRIALS = 30
@@ -30,6 +33,8 @@ def explore(session: Session) -> int:
         reason = session.obstacle(config)
         if reason is None and session.obstacles.is_bold(config):
             reason = "more than twice the largest batch that ran with any settings"
+        if reason is None and _loads_otherwise_for_nothing(session, config):
+            reason = "the same step was measured, and loading it otherwise makes nothing better"
         if reason is None and not session.affords(config):
             reason = "longer than what is left"
         if reason is not None:
@@ -40,6 +45,18 @@ def explore(session: Session) -> int:
         session.measure(config, "explore")
         measured += 1
     return measured
+
+
+def _loads_otherwise_for_nothing(session: Session, config: TrainingConfig) -> bool:
+    """Whether it differs in how batches are loaded alone from a trial whose step never waited for them, or whose memory
+    is what counts."""
+    loader = {knob.name: config[knob.name] for knob in KNOBS if knob.stage == "loader"}
+    return any(
+        trial.measurement is not None
+        and trial.config.replace(loader) == config
+        and (loader_share(trial) >= IDLE_SHARE or session.settings.objective == "memory")
+        for trial in session.trials
+    )
 
 
 def _saturated(session: Session) -> bool:

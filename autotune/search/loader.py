@@ -26,14 +26,14 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
     if not knobs or alone is None or session.settings.objective == "memory":
         return incumbent
     session.skipped.clear()  # what was said of the loader for another step
-    share = _loader_share(incumbent)
+    share = loader_share(incumbent)
     if share >= IDLE_SHARE:
         names = ", ".join(knob.name for knob in knobs)
         session.skipped.append(f"{names}: the loader gives {min(share, 1.0) * 100:.0f} % of what the step takes")
         return incumbent
     session.watcher.stage("loader", "workers for the pace of the step")
     for knob in knobs:
-        if _loader_share(incumbent) >= IDLE_SHARE:
+        if loader_share(incumbent) >= IDLE_SHARE:
             break  # one knob was enough
         incumbent = (
             _enough_of(session, knob, incumbent, alone) if knob.adds_up else _each_value(session, knob, incumbent)
@@ -41,7 +41,7 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
     return incumbent
 
 
-def _loader_share(trial: Trial) -> float:
+def loader_share(trial: Trial) -> float:
     """The rate end to end as a share of that of the step alone; 0 where the step alone was not timed."""
     measured = trial.measurement
     assert measured is not None
@@ -109,10 +109,13 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
 
 
 def _each_value(session: Session, knob: Knob, incumbent: Trial) -> Trial:
+    """The knob's values, best first, until one that ran was not worthwhile: those after it are expected to give less."""
     for value in knob.prior(session.facts):
         if value in session.space.choices[knob.name] and value != incumbent.config[knob.name]:
             trial = _run(session, knob, incumbent, value)
-            incumbent = trial if trial is not None and _worthwhile(session, trial, incumbent) else incumbent
+            if trial is not None and not _worthwhile(session, trial, incumbent):
+                break
+            incumbent = incumbent if trial is None else trial
     return incumbent
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from autotune.advice.reasons import prices, reasons
 from autotune.config import TrainingConfig
 from autotune.knobs.base import Knob
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import KNOBS, knob
 from autotune.records import Trial
 from tests.report.sample_records import BASELINE, FASTEST, GIB, answer, fast_answer, parity, trial, workload
 

@@ -198,8 +198,11 @@ def gpu_recommendation() -> tuple[Recommendation, TrainingConfig]:
         {
             "batch_size": 32,
             "num_workers": 4,
+            "prefetch_factor": 2,
             "pin_memory": True,
             "precision": "fp16",
+            "memory_format": "as_is",
+            "cudnn_benchmark": "as_is",
             "optimizer_impl": "fused",
             "activation_checkpointing": "as_is",
             "compile_scope": "step",

@@ -41,7 +41,7 @@ def test_as_many_as_the_step_needs_in_few_trials(new_directory: NewDirectory) ->
 def test_where_the_loader_keeps_up_nothing_is_tried(new_directory: NewDirectory) -> None:
     best, ran, skipped = moved(Program(sample_seconds=0.001, load_seconds=1e-6, **QUIET), new_directory(), cores=16)
     assert (best, ran) == (0, [])
-    assert skipped == ["num_workers, prefetch_factor: the loader gives 100 % of what the step takes"]
+    assert skipped == ["num_workers: the loader gives 100 % of what the step takes"]
 
 
 def test_fewer_are_taken_where_they_give_as_much(new_directory: NewDirectory) -> None:
