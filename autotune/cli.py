@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     endings = _Endings()
     endings.hear()
     exit_code = run(list(sys.argv[1:] if argv is None else argv), _import_api)
+    if exit_code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: one more ends Python's own ending, without a word
     return 128 + endings.received if exit_code == INTERRUPTED and endings.received else exit_code
 
 
