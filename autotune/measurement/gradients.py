@@ -13,6 +13,7 @@ Gradients = dict[str, torch.Tensor | None]
 SMALL_SHARE = 1e-4
 """Tensors whose gradient is below this share of the largest are left out of the per-tensor gate: a bias before BatchNorm
 has a true gradient of zero, and its rounding errors are all there is to see."""
+PIECE = 2**16
 VANISHED_SHARE = 0.1
 """A tensor shorter than this share of the reference's has lost its gradient; noise makes one longer, not shorter."""
 
@@ -35,7 +36,7 @@ class Comparison:
 
 def compare(reference: Gradients, candidate: Gradients) -> Comparison:
     """`candidate` against `reference`; both with the same parameter names. A value that is not finite gives infinity."""
-    norms = {name: float(torch.linalg.vector_norm(grad)) for name, grad in reference.items() if grad is not None}
+    norms = {name: math.sqrt(product_of(grad, grad)) for name, grad in reference.items() if grad is not None}
     largest = max(norms.values(), default=0.0)
     missing = tuple(name for name, norm in norms.items() if norm > 0 and candidate.get(name) is None)
     squared_error = squared_reference = squared_candidate = product = 0.0
@@ -49,12 +50,13 @@ def compare(reference: Gradients, candidate: Gradients) -> Comparison:
         assert template is not None
         expected = expected if expected is not None else torch.zeros_like(template)
         got = got if got is not None else torch.zeros_like(template)
-        difference = float(torch.linalg.vector_norm(got - expected))
-        norm, own = float(torch.linalg.vector_norm(expected)), float(torch.linalg.vector_norm(got))
-        squared_error += difference**2
-        squared_reference += norm**2
-        squared_candidate += own**2
-        product += float(torch.dot(expected.flatten(), got.flatten()))
+        apart = got - expected
+        squares = product_of(apart, apart), product_of(expected, expected), product_of(got, got)
+        difference, norm, own = (math.sqrt(square) for square in squares)
+        squared_error += squares[0]
+        squared_reference += squares[1]
+        squared_candidate += squares[2]
+        product += product_of(expected, got)
         if norm > SMALL_SHARE * largest and norm > 0:
             errors[name] = difference / norm
             if own < VANISHED_SHARE * norm:
@@ -72,6 +74,13 @@ def compare(reference: Gradients, candidate: Gradients) -> Comparison:
         missing=missing,
         vanished=tuple(vanished),
     )
+
+
+def product_of(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    """The scalar product. Summed in pieces: in fp32 the norm of an embedding of 39 million was off by 0.13 % (CPU)."""
+    pairs = zip(tensor.flatten().split(PIECE), other.flatten().split(PIECE), strict=True)
+    products = [float(torch.dot(piece, other_piece)) for piece, other_piece in pairs]
+    return math.fsum(products) if all(map(math.isfinite, products)) else math.nan
 
 
 def first_not_finite(gradients: Gradients) -> str | None:

@@ -74,3 +74,11 @@ def test_buffers_equal_infinities_are_equal_and_others_are_not() -> None:
     reference = {"mask": torch.tensor([0.0, -math.inf, math.nan])}
     assert compare_buffers(reference, {"mask": reference["mask"].clone()}) == {"mask": 0.0}
     assert compare_buffers(reference, {"mask": torch.tensor([0.0, 0.0, math.nan])}) == {"mask": math.inf}
+
+
+def test_a_tensor_of_millions_is_summed_without_loss() -> None:
+    values = torch.rand(5_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    values[:2_000_000] *= 1e3
+    found = compare({"a": values}, {"a": values * 1.01})
+    assert found.cosine == pytest.approx(1.0, abs=1e-6)
+    assert found.relative_error == pytest.approx(0.01, rel=1e-4)
