@@ -117,7 +117,7 @@ def main() -> int:
         value, (low, high) = ratio(own[which], rates)
         print(
             f"{which:12} autotune {sum(own[which]) / len(rates):9.1f}/s, outsider {sum(rates) / len(rates):9.1f}/s, "
-            f"autotune over outsider {value:.4f} ({low:.4f} to {high:.4f})"
+            f"autotune over outsider {value:.4f}" + (f" ({low:.4f} to {high:.4f})" if len(rates) > 1 else "")
         )
     return 0
 
