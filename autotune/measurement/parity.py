@@ -18,7 +18,6 @@ from autotune.measurement.determinism import HIGHEST, Precision, dropout_off, ea
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport, seed_everything
 from autotune.measurement.runs import (
-    SEEDS_A_STEP,
     Difference,
     ParameterChange,
     Run,
@@ -297,7 +296,7 @@ class _Check:
         training.model.load_state_dict(self.reference_weights)
         with self._without_dropout(training.model):
             steps = differences(reference.steps, run_steps(training, windows, 1, reference.steps))
-            advance(training, reference.steps[-1], 1 + (len(windows) - 1) * SEEDS_A_STEP)
+            advance(training, reference.steps[-1], 1, len(windows))
         changes = parameter_changes(reference, training)
         exact = Precision.now().matmul == HIGHEST.matmul
         settings = optimizer_settings(training)

@@ -61,7 +61,7 @@ def run_windows(training: Training, windows: list[Window], seed: int) -> Run:
     """Trains on the windows in turn, all random numbers drawn from `seed`."""
     before = copied(dict(training.model.named_parameters()))
     steps = list(run_steps(training, windows, seed))
-    advance(training, None, seed)
+    advance(training, None, seed, len(windows))
     after = copied(dict(training.model.named_parameters()))
     moved = {name: _distance(after[name], before[name]) for name in after}
     return Run(steps, after, moved, optimizer_settings(training))
@@ -78,16 +78,16 @@ def run_steps(training: Training, windows: list[Window], seed: int, teacher: Seq
         parameter.grad = None
     for number, window in enumerate(windows):
         if number:
-            advance(training, teacher[number - 1] if teacher else None, seed + (number - 1) * SEEDS_A_STEP)
+            advance(training, teacher[number - 1] if teacher else None, seed, number)
         seed_everything(seed + number * SEEDS_A_STEP)
         yield _step(training, window)
 
 
-def advance(training: Training, teacher: Step | None, seed: int) -> None:
-    """The update of a step, from the teacher's gradients and buffers where there is one."""
+def advance(training: Training, teacher: Step | None, seed: int, number: int) -> None:
+    """The update of a run's step (counted from 1), from the teacher's gradients and buffers where there is one."""
     if teacher is not None:
         _take_up(training, teacher)
-    seed_everything(seed + SEEDS_A_STEP // 2)
+    seed_everything(seed + (number - 1) * SEEDS_A_STEP + SEEDS_A_STEP // 2)
     training.update()
 
 

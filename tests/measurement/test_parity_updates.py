@@ -226,6 +226,22 @@ def test_weight_decay_on_what_has_no_gradient_is_rejected(monkeypatch: pytest.Mo
     assert_rejected(parity(functions, precision="bf16"), ANOTHER_UPDATE.replace("leave .*", "leave unused.*"))
 
 
+def test_an_optimizer_that_draws_random_numbers_draws_the_same_on_both_sides_and_passes() -> None:
+    def noisy(model: nn.Module) -> torch.optim.Optimizer:
+        """As Langevin dynamics: each update also goes where chance leads it."""
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+        def stray(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1e-3 * torch.randn_like(parameter))
+
+        optimizer.register_step_post_hook(stray)
+        return optimizer
+
+    assert_passed(parity(program(Net, optimizer_fn=noisy), precision="bf16"))
+
+
 def test_a_rate_of_zero_moves_nothing_on_either_side_and_passes() -> None:
     def still(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
