@@ -19,18 +19,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import autotune.export
 from autotune.arguments import parse_arguments, search_options
 from autotune.errors import NoAnswerError, SearchInterrupted, UserError
 from autotune.options import CheckReport, MemoryReport, SearchOptions, VerifyReport
 from autotune.records import Probe, Recommendation, Record, Trial
+from autotune.report.document import Document, several_lines
 from autotune.search.watcher import SearchWatcher
 from autotune.workload import Workload, workload_from_reference, workload_from_target
-
-if TYPE_CHECKING:
-    from autotune.report.document import Document
 
 ANSWER, NO_ANSWER, USER_AT_FAULT, INTERRUPTED = 0, 1, 2, 130
 DOES_NOT_HOLD = 1
@@ -139,10 +137,10 @@ def _import_api() -> Api:
 def _complain(error: Exception, exit_code: int) -> int:
     """One sentence, and the user's own frames where their code raised."""
     with contextlib.suppress(OSError):  # where it goes to may be full as well
-        print(f"autotune: error: {_without_controls(str(error))}", file=sys.stderr)
+        print(f"autotune: error: {several_lines(str(error))}", file=sys.stderr)
         detail = getattr(error, "detail", "")
         if detail:
-            print(_without_controls(detail.rstrip()), file=sys.stderr)
+            print(several_lines(detail.rstrip()), file=sys.stderr)
     return exit_code
 
 
@@ -163,11 +161,6 @@ def _drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
-
-
-def _without_controls(text: str) -> str:
-    """Foreign text without what would steer the terminal; lines and tabs stay."""
-    return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
 
 
 def _search(arguments: argparse.Namespace, load_api: LoadApi) -> int:

@@ -19,6 +19,11 @@ def value_text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def settings_text(settings: Mapping[str, Value]) -> str:
+    """Such as `batch_size=64, precision=bf16`; empty where there are none."""
+    return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+
+
 class TrainingConfig(Mapping[str, Value]):
     """A frozen mapping from knob name to value.
 

@@ -149,6 +149,11 @@ def format_error(relative_error: float) -> str:
     return f"{relative_error * 100:.2g} %"
 
 
+def format_share(share: float) -> str:
+    """A share as a whole percentage, such as `59 %`."""
+    return f"{share * 100:.0f} %"
+
+
 def format_cosine(cosine: float) -> str:
     """Six digits, never rounded up to 1: `1`, `0.999998`, `0.93`, `-0.2`."""
     return f"{math.floor(cosine * 1e6) / 1e6:.6g}"

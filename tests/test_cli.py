@@ -174,7 +174,7 @@ def test_the_users_fault_is_a_sentence_and_their_own_frames(program: str, capsys
 def test_foreign_text_does_not_steer_the_terminal(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = UserError("RuntimeError: \x1b[31mred\x07", "  File\n\t\x1b]0;title\x07 [bold]\n")
     assert outcome(RecordedApi(error), "search", program) == 2
-    assert capsys.readouterr().err.endswith("autotune: error: RuntimeError: [31mred\n  File\n\t]0;title [bold]\n")
+    assert capsys.readouterr().err.endswith("autotune: error: RuntimeError: [31mred\n  File\n    ]0;title [bold]\n")
 
 
 def test_any_value_error_is_the_users(program: str, capsys: pytest.CaptureFixture[str]) -> None:

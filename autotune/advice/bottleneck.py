@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from autotune.knobs.base import Knob
-from autotune.quantities import format_duration, format_rate, format_spread
+from autotune.quantities import format_duration, format_rate, format_share, format_spread
 from autotune.records import Bottleneck, Measurement
 
 WAITS_FOR_DATA = 0.95
@@ -71,7 +71,7 @@ def _cause_text(cause: Bottleneck, measurement: Measurement) -> str:
     rate = _rate_text(measurement.samples_per_second, measurement.interval)
     resident = measurement.resident_samples_per_second
     lag_share = measurement.device_lag_share
-    lag = "" if lag_share is None else f": the device works on for {lag_share * 100:.0f} % of it once all is queued"
+    lag = "" if lag_share is None else f": the device works on for {format_share(lag_share)} of it once all is queued"
     match cause:
         case "loader":
             ready_rate = "" if resident is None else _rate_text(resident, measurement.resident_interval)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from autotune.config import TrainingConfig, Value, value_text
+from autotune.config import TrainingConfig, Value, settings_text
 
 OWN_SETTINGS = "your settings"
 Tone = Literal["plain", "good", "warning", "bad"]
@@ -66,14 +66,19 @@ def unwrapped(text: str) -> str:
     return "".join(character for character in text.expandtabs(4) if character.isprintable())
 
 
-def settings_text(settings: Mapping[str, Value], *, nothing: str = OWN_SETTINGS) -> str:
-    """Such as `batch_size=64, precision=bf16`; `nothing` where there are none."""
-    return ", ".join(f"{name}={value_text(value)}" for name, value in settings.items()) or nothing
+def several_lines(text: str) -> str:
+    """Foreign text whose lines stay as they are, each as `unwrapped` leaves it."""
+    return "\n".join(map(unwrapped, text.splitlines()))
+
+
+def shown_settings(settings: Mapping[str, Value]) -> str:
+    """Settings that differ from the user's; says so where none do."""
+    return settings_text(settings) or OWN_SETTINGS
 
 
 def changes_text(config: TrainingConfig, baseline: TrainingConfig | None) -> str:
     """What a configuration changes from the baseline; all of it where the baseline is not known."""
-    return settings_text(config if baseline is None else config.changes_from(baseline))
+    return shown_settings(config if baseline is None else config.changes_from(baseline))
 
 
 def counted(count: int, one: str, several: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.config import Value, value_text
+from autotune.config import Value, settings_text, value_text
 from autotune.options import CheckReport, MemoryReport, RefusedValue
 from autotune.quantities import format_bytes, format_duration
 from autotune.records import MachineFacts, SearchFacts
@@ -16,7 +16,6 @@ from autotune.report.document import (
     Lines,
     Sentence,
     lines_if_any,
-    settings_text,
 )
 from autotune.report.recommendation import ceilings_grid, class_text
 
@@ -55,7 +54,7 @@ def _offered(offered: dict[str, tuple[Value, ...]]) -> Document:
     rows = tuple(
         (name, ", ".join(value_text(value) for value in values)) for name, values in offered.items() if len(values) > 1
     )
-    held = settings_text({name: values[0] for name, values in offered.items() if len(values) == 1}, nothing="")
+    held = settings_text({name: values[0] for name, values in offered.items() if len(values) == 1})
     return (
         *((Grid("What a search would try", ("knob", "values"), rows),) if rows else ()),
         *lines_if_any("What it would leave alone", (held,) if held else ()),
@@ -80,7 +79,7 @@ def _workload_lines(facts: SearchFacts) -> tuple[str, ...]:
         if workload.blocks
         else "no repeated blocks found"
     )
-    settings = ", ".join(f"{name}={value_text(value)}" for name, value in workload.process_settings.items())
+    settings = settings_text(workload.process_settings)
     return (
         f"model: {workload.model_class}, {workload.parameter_count:,} parameters, "
         f"{workload.trainable_parameter_count:,} trained, {format_bytes(workload.parameter_bytes)}; {blocks}",

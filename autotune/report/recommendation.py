@@ -26,7 +26,7 @@ from autotune.report.document import (
     Verbatim,
     counted,
     lines_if_any,
-    settings_text,
+    shown_settings,
 )
 
 
@@ -228,7 +228,7 @@ def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig) -> Do
 
 def class_text(ceiling: Ceiling, baseline: TrainingConfig) -> str:
     """The settings that make the class, those of the user left out."""
-    return settings_text({name: value for name, value in ceiling.memory_class.items() if baseline.get(name) != value})
+    return shown_settings({name: value for name, value in ceiling.memory_class.items() if baseline.get(name) != value})
 
 
 def _limit_text(ceiling: Ceiling) -> str:

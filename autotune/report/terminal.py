@@ -18,7 +18,17 @@ from rich.text import Text
 from autotune.config import Value
 from autotune.quantities import format_duration, format_rate, format_ratio, format_spread
 from autotune.records import Phase, Stage, Trial
-from autotune.report.document import Document, Grid, Lines, Sentence, Tone, Verbatim, one_line, settings_text, unwrapped
+from autotune.report.document import (
+    Document,
+    Grid,
+    Lines,
+    Sentence,
+    Tone,
+    Verbatim,
+    one_line,
+    shown_settings,
+    unwrapped,
+)
 from autotune.report.text import grid_lines, wrap
 
 FAILURES_SHOWN = 3
@@ -135,7 +145,7 @@ class LiveView:
 
     def trial_started(self, number: int, config_changes: Mapping[str, Value], stage: Stage) -> None:
         """The trial that runs now."""
-        self._running, self._phase = one_line(f"trial {number}: {settings_text(config_changes)}"), None
+        self._running, self._phase = one_line(f"trial {number}: {shown_settings(config_changes)}"), None
         self._event(self._running)
 
     def phase(self, phase: Phase) -> None:

@@ -170,8 +170,7 @@ class Results:
         pairs = self.round_pairs(config)
         if len(pairs) < FEWEST_ROUNDS:
             return _moderated_ratio(pairs or [self._first_pair(config)], 0.95)
-        own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
-        value, interval = ratio(own, base)
+        value, interval = ratio(*_rates(pairs))
         return Ratio(value=value, interval=interval)
 
     def _first_pair(self, config: TrainingConfig) -> tuple[Measurement, Measurement]:
@@ -190,16 +189,19 @@ def surely_faster(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
         return False
     if len(pairs) < FEWEST_ROUNDS:
         return True
-    own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
-    return ratio(own, base, CERTAIN)[1][0] > 1
+    return ratio(*_rates(pairs), CERTAIN)[1][0] > 1
 
 
 def settled(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
     """Whether these rounds of a configuration and the baseline say enough of the two: another round can change nothing."""
     if len(pairs) < FEWEST_ROUNDS:
         return False
-    own, base = zip(*((a.samples_per_second, b.samples_per_second) for a, b in pairs), strict=True)
-    return faster(own, base, minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
+    return faster(*_rates(pairs), minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
+
+
+def _rates(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[list[float], list[float]]:
+    """Of the first of each pair, and of the second."""
+    return [one.samples_per_second for one, _ in pairs], [other.samples_per_second for _, other in pairs]
 
 
 def _moderated_ratio(pairs: Sequence[tuple[Measurement, Measurement]], confidence: float) -> Ratio:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.config import TrainingConfig, value_text
+from autotune.config import TrainingConfig, settings_text
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
@@ -92,7 +92,7 @@ def _affordable(session: Session, finalists: list[TrainingConfig]) -> list[Train
         kept.pop()
     for config in finalists:
         if config not in kept:
-            shown = ", ".join(f"{name}={value_text(value)}" for name, value in session.changes(config).items())
+            shown = settings_text(session.changes(config))
             session.skipped.append(f"{shown}: close to the best, and not confirmed, for lack of time")
     return kept
 

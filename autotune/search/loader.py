@@ -7,7 +7,7 @@ import math
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
-from autotune.quantities import format_rate
+from autotune.quantities import format_rate, format_share
 from autotune.records import Trial
 from autotune.search.answers import WORTHWHILE_GAIN
 from autotune.search.session import Session
@@ -29,7 +29,7 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
     share = loader_share(incumbent)
     if share >= IDLE_SHARE:
         names = ", ".join(knob.name for knob in knobs)
-        session.skipped.append(f"{names}: the loader gives {min(share, 1.0) * 100:.0f} % of what the step takes")
+        session.skipped.append(f"{names}: the loader gives {format_share(min(share, 1.0))} of what the step takes")
         return incumbent
     session.watcher.stage("loader", "workers for the pace of the step")
     for knob in knobs:
@@ -142,7 +142,7 @@ def _most_seen(session: Session, candidate: TrainingConfig) -> float:
         for trial in session.trials
         if (measured := trial.measurement) is not None
         and measured.resident_samples_per_second is not None
-        and measured.samples_per_second < IDLE_SHARE * measured.resident_samples_per_second
+        and loader_share(trial) < IDLE_SHARE
         and _of_the_loader(session, trial.config) == loader
     ]
     return max(waited, default=math.inf)

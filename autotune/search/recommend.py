@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from autotune.advice.bottleneck import bottleneck, explain
 from autotune.advice.reasons import prices, reasons
-from autotune.config import TrainingConfig, value_text
+from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.base import Knob
 from autotune.memory_margin import leak
-from autotune.quantities import format_spread
+from autotune.quantities import format_share, format_spread
 from autotune.records import (
     OUT_OF_MEMORY,
     Answer,
@@ -215,7 +215,7 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
     faster = f"{best.speedup.value:.2f} times the speed (95 % interval {low:.2f} to {high:.2f})"
     if saves_memory:
         share = best.peak_allocated_bytes / max(1, baseline.peak_allocated_bytes)
-        return f"Use {changes}: {share:.0%} of the peak memory, at {faster}.".replace("%", " %", 1)
+        return f"Use {changes}: {format_share(share)} of the peak memory, at {faster}."
     return f"Use {changes}: {faster}."
 
 
@@ -243,5 +243,4 @@ def _rejected(results: Results, baseline: Answer) -> tuple[str, ...]:
 
 
 def _changes_text(config: TrainingConfig, baseline: Answer) -> str:
-    changes = config.changes_from(baseline.config)
-    return ", ".join(f"{name}={value_text(value)}" for name, value in changes.items())
+    return settings_text(config.changes_from(baseline.config))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -27,6 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.config import TrainingConfig, Value
 from autotune.interrupts import interrupts_held
+from autotune.options import Objective
 from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
 from autotune.search.tables import (
     BUSY_TIMEOUT_SECONDS,
@@ -48,7 +49,6 @@ UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 _INSTEAD = "choose another --study, or pass --fresh to start over"
 
-Objective = Literal["throughput", "memory"]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from autotune.config import TrainingConfig, value_text
+from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import KNOBS
 from autotune.options import HOLDING, VerifyOutcome, VerifyReport
+from autotune.quantities import format_share
 from autotune.records import Answer, Failure, ParityResult, Ratio, Recommendation, Trial
 from autotune.search.answers import WORTHWHILE_GAIN, settled
 from autotune.search.baseline import baseline_error, run_baseline
@@ -140,8 +141,8 @@ class _Verification:
         then = self.claimed
         share = now.peak_allocated_bytes / max(1, self._answer(self._baseline).peak_allocated_bytes)
         before = then.best.peak_allocated_bytes / max(1, then.baseline.peak_allocated_bytes)
-        memory = f"{share:.0%} of the peak memory of your settings".replace("%", " %", 1)
-        shares = f"{before:.0%} when it was found".replace("%", " %", 1)
+        memory = f"{format_share(share)} of the peak memory of your settings"
+        shares = f"{format_share(before)} when it was found"
         if not better:
             return self._told("no_longer_better", f"{self._shown} needs no less memory now: {memory}, {shares}")
         if 1 / AS_LARGE <= share / max(before, 1e-9) <= AS_LARGE:
@@ -157,7 +158,7 @@ class _Verification:
 
     @property
     def _shown(self) -> str:
-        return ", ".join(f"{name}={value_text(value)}" for name, value in self.session.changes(self.config).items())
+        return settings_text(self.session.changes(self.config))
 
     def _is_clear(self) -> bool:
         pairs = self.session.results().round_pairs(self.config)
