@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from autotune.nvml import THROTTLE_REASONS, ask, pids_are_meaningful, started, visible_handles
-from autotune.quantities import format_bytes
+from autotune.quantities import format_bytes, format_share
 from autotune.records import GpuFacts
 
 SAMPLES_PER_SECOND = 8.0
@@ -79,6 +79,8 @@ class GpuWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autotune-gpu-watch", daemon=True)
         self._there_before: set[int] = set()
+        self._ours: set[int] = set()
+        """Also those that have ended, which the driver may still list while it takes their memory back."""
         self._seen = _Seen()
 
     def __enter__(self) -> Self:
@@ -117,9 +119,10 @@ class GpuWatch:
         for bit, reason in SLOWDOWNS.items():
             share = seen.slowdowns.get(bit, 0) / max(1, seen.samples)
             if share > NOTABLE_SHARE:
-                found.append(f"GPU {self._index} was slowed down by {reason} in {share:.0%} of the time{_fall(seen)}")
+                lasting = f"in {format_share(share)} of the time{_fall(seen)}"
+                found.append(f"GPU {self._index} was slowed down by {reason} {lasting}")
         for pid, used_bytes in sorted(seen.others.items()):
-            found.append(f"another process ({pid}) held {used_bytes / 2**20:.0f} MiB on GPU {self._index}")
+            found.append(f"another process ({pid}) held {format_bytes(used_bytes)} on GPU {self._index}")
         return tuple(found)
 
     def _run(self) -> None:
@@ -149,9 +152,11 @@ class GpuWatch:
         return list(ask(self._nvml, "nvmlDeviceGetComputeRunningProcesses", self._handle) or [])
 
     def _is_foreign(self, pid: int) -> bool:
-        if pids_are_meaningful():
-            return not _descends_from(pid, os.getpid())
-        return pid in self._there_before
+        if not pids_are_meaningful():
+            return pid in self._there_before
+        if _descends_from(pid, os.getpid()):
+            self._ours.add(pid)
+        return pid not in self._ours
 
 
 def _fall(seen: _Seen) -> str:

@@ -77,7 +77,7 @@ def available_memory_bytes(*, root: Path = Path("/")) -> int:
 
 def _ask_torch(notes: list[str]) -> list[GpuFacts]:
     """The GPUs as torch sees them, asked in a process of its own: this one keeps away from torch and CUDA."""
-    asked = [sys.executable, "-c", GPUS_BY_TORCH]
+    asked = [sys.executable, "-P", "-c", GPUS_BY_TORCH]  # a json.py in the working directory is not meant
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TORCH_SECONDS, check=False)
     except subprocess.TimeoutExpired:

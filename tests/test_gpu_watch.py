@@ -90,7 +90,7 @@ def test_a_quiet_card_is_not_worth_a_note() -> None:
 def test_slowdowns_are_told_with_their_share_and_the_clock(reason: int, words: str) -> None:
     (note,) = watched(Card(), {"reasons": reason, "clock": 1200})
     assert words in note
-    assert "% of the time" in note
+    assert " % of the time" in note
     assert note.endswith("its clock down to 1200 from 1980 MHz")
 
 
@@ -107,6 +107,19 @@ def test_other_processes_are_told_and_our_own_are_not(monkeypatch: pytest.Monkey
     finally:
         child.kill()
         child.wait()
+
+
+def test_our_own_process_that_is_listed_after_its_end_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_watch, "pids_are_meaningful", lambda: True)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    card = Card(processes=[Used(child.pid, 900 * MIB)])
+    nvml: Any = Nvml(card)
+    with GpuWatch(nvml=nvml, samples_per_second=0.01) as watch:
+        watch._sample(watch._seen)
+        child.kill()
+        child.wait()
+        watch._sample(watch._seen)
+    assert watch.notes() == ()
 
 
 def test_a_card_that_tells_nothing_is_watched_in_vain() -> None:
@@ -151,4 +164,4 @@ def test_what_came_before_the_timed_part_does_not_count() -> None:
 
 def test_a_card_that_was_slow_all_the_time_has_no_clock_to_compare_with() -> None:
     (note,) = watched(Card(reasons=0x40, clock=1200))
-    assert note.endswith("in 100% of the time, its clock at 1200 MHz")
+    assert note.endswith("in 100 % of the time, its clock at 1200 MHz")
