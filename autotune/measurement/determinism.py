@@ -187,3 +187,31 @@ def outputs_rounded(model: nn.Module, kind: str) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether it normalises by the batch, synchronised or not."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+@contextmanager
+def batch_norms_evaluated(model: nn.Module) -> Iterator[None]:
+    """BatchNorm by its running statistics, so that no sample depends on the others of its batch.
+
+    One that keeps none uses those that it would begin with, mean 0 and variance 1.
+    """
+    norms: list[Any] = [module for module in model.modules() if is_batch_norm(module) and module.training]
+    without_statistics = [norm for norm in norms if norm.running_mean is None]
+    for norm in without_statistics:
+        reference = next(model.parameters())
+        norm.running_mean = torch.zeros(norm.num_features, device=reference.device)
+        norm.running_var = torch.ones(norm.num_features, device=reference.device)
+    for norm in norms:
+        norm.eval()
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.train()
+        for norm in without_statistics:
+            norm.running_mean = norm.running_var = None

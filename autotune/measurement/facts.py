@@ -17,6 +17,7 @@ from autotune.config import TrainingConfig
 from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
+from autotune.measurement.determinism import is_batch_norm
 from autotune.measurement.measure import PhaseReport, seed_everything
 from autotune.records import TrialRequest, WorkloadFacts
 from autotune.surgery.batches import byte_count, describe, to_device
@@ -109,7 +110,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         optimizer_variants=optimizer_variants,
         optimizer_fixed_reason=optimizer_fixed_reason,
         has_scheduler=training.scheduler is not None,
-        has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        has_batch_norm=any(is_batch_norm(module) for module in model.modules()),
         convolution_ranks=_convolution_ranks(model),
         has_dropout=any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()

@@ -21,7 +21,7 @@ from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import out_of_the_race, rate, warmed_up
 from autotune.surgery.batches import byte_count, to_device
 from autotune.training.training import Training
-from autotune.training.windows import MicroBatch, Window
+from autotune.training.windows import MicroBatch, Window, samples_in
 from autotune.workload import UserFunctions
 
 MAXIMUM_WARMUP_BLOCKS = 12
@@ -153,8 +153,7 @@ def _warm_up(running: Running, request: TrialRequest) -> tuple[int, StepPeaks]:
     At least as many steps as the loader may have prefetched while the first step compiled: they cost no loading.
     """
     training, device = running.training, running.meter.device
-    loader = training.loader.loader
-    prefetched = loader.num_workers * (loader.prefetch_factor or 0) // training.parts.micro_batches_per_step + 1
+    prefetched = training.loader.most_prefetched()
     clock = BlockClock(device)
     steps = 1
     begin = time.perf_counter()
@@ -181,7 +180,7 @@ def _reserved_bytes(device: torch.device) -> int:
 def _end_to_end_step(running: Running) -> tuple[int, object]:
     window = next(running.windows)
     running.training.step(window)
-    return sum(micro_batch.samples for micro_batch in window), running.training.last_weight
+    return samples_in(window), running.training.last_weight
 
 
 def _timed_blocks(
@@ -198,7 +197,7 @@ def _timed_blocks(
         nonlocal last_loss
         window = next(running.windows)
         last_loss = training.step(window)
-        return sum(micro_batch.samples for micro_batch in window), training.last_weight
+        return samples_in(window), training.last_weight
 
     meter.reset_peak()
     meter.note_live(steps)
@@ -250,10 +249,10 @@ class _Resident:
 
     def _collected(self, running: Running) -> list[Window]:
         collected: list[Window] = []
-        full = sum(item.samples for item in running.first_window)
+        full = samples_in(running.first_window)
         taken = 0
         for window in running.windows:
-            if collected and sum(item.samples for item in window) < full:
+            if collected and samples_in(window) < full:
                 continue  # the short end of a pass: the rate is that of full steps
             resident = [MicroBatch(item.samples, to_device(item.data, self.device)) for item in window]
             collected.append(resident)
@@ -266,7 +265,7 @@ class _Resident:
         window = self.windows[self.next_window % len(self.windows)]
         self.next_window += 1
         self.running.training.step(window)
-        return sum(micro_batch.samples for micro_batch in window), None
+        return samples_in(window), None
 
     def _shares(self) -> tuple[float, float | None]:
         """The optimizer's share of a step, and how far the device lags behind the CPU at its end."""

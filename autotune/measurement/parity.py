@@ -4,50 +4,40 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.measurement.clock import endless
-from autotune.measurement.determinism import HIGHEST, Precision, dropout_off, eager, outputs_rounded, round_to
+from autotune.measurement.determinism import HIGHEST, Precision, is_batch_norm
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport, seed_everything
+from autotune.measurement.reference import Reference
 from autotune.measurement.runs import (
     Difference,
     ParameterChange,
     Run,
     Step,
     advance,
-    copied,
     difference,
     differences,
     optimizer_settings,
     parameter_changes,
-    run_seeds,
     run_steps,
-    run_windows,
 )
+from autotune.measurement.seeds import run_seeds
 from autotune.measurement.verdict import Allowance, accumulation_advice, allowance, fault, update_fault, widened
 from autotune.records import Conditions, ParityResult, TrialRequest
-from autotune.surgery.batches import map_tensors
 from autotune.surgery.loaders import as_loader, batch_fixed_reason, counted, rebuilt
 from autotune.training.training import Training
-from autotune.training.windows import MicroBatch, Window, WindowLoader
+from autotune.training.windows import Window, WindowLoader, samples_in
 from autotune.workload import UserFunctions
 
 STEPS = 3
 """Windows that are compared. CUDA graphs run the first as it is, record the second and replay the third."""
-SAME_AGAIN = 1e-5
-"""Two runs of a program that keeps no state differ by less; a GPU may add in another order."""
 SEEDS = 8
 """Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
-
-T = TypeVar("T")
 
 
 def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> ParityResult:
@@ -120,11 +110,7 @@ class _Check:
     ) -> None:
         self.functions, self.request, self.config, self.conditions = functions, request, config, conditions
         self.phase, self.notes = phase, list(notes)
-        self.as_is = conditions.model_copy(update={"global_batch_size": None})
-        self.reference_weights: dict[str, torch.Tensor] = {}
-        self.has_dropout = False
-        self.latest: Training | None = None
-        self.reusable: Training | None = None
+        self.reference = Reference(functions, conditions)
 
     def result(self) -> ParityResult:
         self.phase("build")
@@ -134,28 +120,27 @@ class _Check:
         windows = self._windows(training)
         whole = self._whole_windows(windows)
         self.phase("parity")
-        has_batch_norm = any(_is_batch_norm(module) for module in training.model.modules())
-        alike = whole is None or has_batch_norm
-        reference = self._reference_run(windows if alike or whole is None else whole)
+        has_batch_norm = any(is_batch_norm(module) for module in training.model.modules())
+        taken = windows if whole is None or has_batch_norm else whole
+        expected = self.reference.run(taken)
         draws = False
-        if reference.drew:
+        if expected.drew:
             # Only here is dropout turned off, for that changes what is traced: where nothing random is drawn, the
             # compiler finds the graphs that were measured in its cache.
-            self.has_dropout = True
-            reference = self._reference_run(windows if alike or whole is None else whole)
-            draws = bool(reference.drew)
-        split_alike = whole is not None and (draws or has_batch_norm)
-        if split_alike and not has_batch_norm:
-            reference = self._reference_run(windows)
-        if reason := _own_fault(reference.steps):
-            return self._record(reason, [_to_itself(step) for step in reference.steps], {}, _NOTHING, windows)
-        if split_alike and whole is not None:
+            self.reference.has_dropout = True
+            expected = self.reference.run(taken)
+            draws = bool(expected.drew)
+            if draws and taken is not windows:
+                expected = self.reference.run(windows)
+        if reason := _own_fault(expected.steps):
+            return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
+        if whole is not None and (draws or has_batch_norm):
             if has_batch_norm:
                 self.notes.append("BatchNorm sees the micro-batch: both sides were compared at the same one")
-            reason, found = self._accumulation_fault(whole, windows, draws)
+            reason, found, allowed = self._accumulation_fault(whole, windows, draws)
             if reason:
-                return self._record(reason, [found], {}, _NOTHING, windows)
-        return self._compared(training, reference, windows)
+                return self._record(reason, [found], {}, allowed, windows)
+        return self._compared(training, expected, windows)
 
     # --- the same samples for both ---
 
@@ -171,96 +156,22 @@ class _Check:
         loader, _ = as_loader(self.functions.data_fn())
         if len(windows[0]) == 1 or batch_fixed_reason(loader) is not None:
             return None
-        samples = sum(micro_batch.samples for micro_batch in windows[0])
-        plain = rebuilt(loader, {"num_workers": 0, "batch_size": samples})
+        plain = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(windows[0])})
         seed_everything(1)
         source = endless(WindowLoader(counted(plain), 1))
         return [next(source) for _ in range(STEPS)]
 
-    # --- runs ---
+    # --- what may differ ---
 
-    def _reference_run(self, windows: list[Window]) -> Run:
-        """The user's program on the windows, eager, in fp32, from the reference's weights."""
-        return self._on_reference(lambda training: run_windows(training, windows, 1))
-
-    def _reference_step(self, window: Window, *, seed: int = 1, evaluated_norms: bool = False) -> Step:
-        """The user's program on one window, and no update."""
-        (step,) = self._on_reference(
-            lambda training: list(run_steps(training, [window], seed)), evaluated_norms=evaluated_norms
-        )
-        return step
-
-    def _honest_run(
-        self,
-        windows: list[Window],
-        teacher: Run,
-        *,
-        precision: Precision = HIGHEST,
-        rounding: str | None = None,
-        outputs: str | None = None,
-    ) -> list[Difference]:
-        """How far the user's program is from itself where it is computed in less than fp32.
-
-        `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to.
-        """
-
-        def run(training: Training) -> list[Difference]:
-            given = windows
-            if rounding is not None:
-                with torch.no_grad():
-                    for parameter in training.model.parameters():
-                        parameter.copy_(round_to(parameter, rounding))
-                given = [_rounded(window, rounding) for window in windows]
-            with outputs_rounded(training.model, outputs) if outputs else nullcontext():
-                return differences(teacher.steps, run_steps(training, given, 1, teacher.steps))
-
-        return self._on_reference(run, precision=precision)
-
-    def _on_reference(
-        self, run: Callable[[Training], T], *, precision: Precision = HIGHEST, evaluated_norms: bool = False
-    ) -> T:
-        with self._reference(precision, evaluated_norms) as training:
-            self.latest = training
-            return run(training)
-
-    @contextmanager
-    def _reference(self, precision: Precision = HIGHEST, evaluated_norms: bool = False) -> Iterator[Training]:
-        """The user's program at the reference's weights; built anew unless it was seen to keep nothing but weights."""
-        training = self.reusable or self._built_reference()
-        if self.reference_weights:
-            training.model.load_state_dict(self.reference_weights)
-        else:
-            self.reference_weights = copied(training.model.state_dict())
-        norms = _batch_norms_evaluated(training.model) if evaluated_norms else nullcontext()
-        with precision.applied(), eager(), norms, self._without_dropout(training.model):
-            yield training
-
-    def _built_reference(self) -> Training:
-        seed_everything(0)
-        return Training(self.functions, TrainingConfig({}), self.as_is)
-
-    def _reuse_if_stateless(self, reference: Run, windows: list[Window]) -> None:
-        """Keeps the reference's training for further runs where it gives the same gradients again.
-
-        A model may count its calls and behave by the count; most do not, and building one takes seconds.
-        """
-        self.reusable = self.latest
-        again = self._reference_step(windows[0])
-        if difference(reference.steps[0], again).gradients.relative_error > SAME_AGAIN:
-            self.reusable = None
-
-    def _without_dropout(self, model: nn.Module) -> AbstractContextManager[None]:
-        return dropout_off(model) if self.has_dropout else nullcontext()
-
-    def _allowance(self, reference: Run, windows: list[Window]) -> Allowance:
+    def _allowance(self, expected: Run, windows: list[Window]) -> Allowance:
         """From runs whose error is no fault: weights and inputs rounded, outputs too, the user's own TF32."""
         roundings = sorted(self._roundings())
-        runs = [self._honest_run(windows, reference, rounding=kind) for kind in roundings]
-        if self.conditions.device == "cuda" and self.users_precision.matters_to(reference.steps[0].gradients):
-            runs.append(self._honest_run(windows, reference, precision=self.users_precision))
+        runs = [self.reference.inexact(windows, expected, rounding=kind) for kind in roundings]
+        if self.conditions.device == "cuda" and self.users_precision.matters_to(expected.steps[0].gradients):
+            runs.append(self.reference.inexact(windows, expected, precision=self.users_precision))
         # Twice, for how far a small tensor is off is chance, and one throw of the dice says little.
-        outputs = [self._honest_run(windows, reference, outputs=kind) for kind in roundings]
-        outputs += [self._honest_run(windows, reference, outputs=kind, rounding=kind) for kind in roundings]
+        outputs = [self.reference.inexact(windows, expected, outputs=kind) for kind in roundings]
+        outputs += [self.reference.inexact(windows, expected, outputs=kind, rounding=kind) for kind in roundings]
         return allowance(runs, outputs, roundings)
 
     def _roundings(self) -> set[str]:
@@ -269,49 +180,51 @@ class _Check:
 
     # --- the verdict ---
 
-    def _accumulation_fault(self, whole: list[Window], windows: list[Window], draws: bool) -> tuple[str, Difference]:
+    def _accumulation_fault(
+        self, whole: list[Window], windows: list[Window], draws: bool
+    ) -> tuple[str, Difference, Allowance]:
         """What splitting a step does by itself: the user's program on both, nothing else changed."""
-        expected = self._reference_step(whole[0], evaluated_norms=True)
+        expected = self.reference.step(whole[0], evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
-            return "", _to_itself(expected)  # a deep model that BatchNorm alone keeps finite
-        found = difference(expected, self._reference_step(windows[0], evaluated_norms=True))
+            return "", _to_itself(expected), allowance()  # a deep model that BatchNorm alone keeps finite
+        found = difference(expected, self.reference.step(windows[0], evaluated_norms=True))
         reseeded = (
-            [[difference(expected, self._reference_step(whole[0], seed=2, evaluated_norms=True))]] if draws else []
+            [[difference(expected, self.reference.step(whole[0], seed=2, evaluated_norms=True))]] if draws else []
         )
-        tolerance = allowance(reseeded, (), ()).tolerance
+        allowed = allowance(reseeded)
         error = found.gradients.relative_error
-        if error <= tolerance:
-            return "", found
+        if error <= allowed.tolerance:
+            return "", found, allowed
         advice = accumulation_advice(found.gradients, len(windows[0]))
-        return f"gradients differ by {error:.2g}, of {tolerance:.2g} allowed{advice}", found
+        return f"gradients differ by {error:.2g}, of {allowed.tolerance:.2g} allowed{advice}", found, allowed
 
-    def _compared(self, training: Training, reference: Run, windows: list[Window]) -> ParityResult:
+    def _compared(self, training: Training, expected: Run, windows: list[Window]) -> ParityResult:
         if self._roundings():
-            self._reuse_if_stateless(reference, windows)
-        allowed = self._allowance(reference, windows[:1])
-        self.latest = self.reusable = None  # the candidate gets its memory
+            self.reference.reuse_if_stateless(expected, windows)
+        allowed = self._allowance(expected, windows[:1])
+        self.reference.let_go()  # the candidate gets its memory
         if self.conditions.device == "cuda":
             _release(self.conditions)
         self.phase("compile")
-        training.model.load_state_dict(self.reference_weights)
-        with self._without_dropout(training.model):
-            steps = differences(reference.steps, run_steps(training, windows, 1, reference.steps))
-            advance(training, reference.steps[-1], 1, len(windows))
-        changes = parameter_changes(reference, training)
+        training.model.load_state_dict(self.reference.weights)
+        with self.reference.without_dropout(training.model):
+            steps = differences(expected.steps, run_steps(training, windows, 1, expected.steps))
+            advance(training, expected.steps[-1], 1, len(windows))
+        changes = parameter_changes(expected, training)
         exact = Precision.now().matmul == HIGHEST.matmul
         settings = optimizer_settings(training)
         pieces = len(windows[0])
-        if self._draws_others(training, reference) and fault(steps, allowed, pieces):
+        if self._draws_others(training, expected) and fault(steps, allowed, pieces):
             steps, allowed = self._by_means(training, steps, allowed, windows[0])
         reason = fault(steps, allowed, pieces)
         if reason and not fault(steps[:1], allowed, pieces):
             # An update that is off shows in the gradients that follow it, so it is told before these.
-            reason = update_fault(changes, reference.settings, settings, len(windows), exact)
+            reason = update_fault(changes, expected.settings, settings, len(windows), exact)
             if not reason:
                 # The later windows were held to a floor from the first: where that is too strict, to their own.
-                allowed = self._allowance(reference, windows)
+                allowed = self._allowance(expected, windows)
                 reason = fault(steps, allowed, pieces)
-        reason = reason or update_fault(changes, reference.settings, settings, len(windows), exact)
+        reason = reason or update_fault(changes, expected.settings, settings, len(windows), exact)
         return self._record(reason, steps, changes, allowed, windows)
 
     def _by_means(
@@ -319,21 +232,20 @@ class _Check:
     ) -> tuple[list[Difference], Allowance]:
         """The first step by its means over several seeds; of the others, whether their losses are finite."""
         self.notes.append(f"it draws random numbers of its own: means over {SEEDS} seeds were compared")
-        with self._reference() as reference:
-            expected = run_seeds(reference, self.reference_weights, window, SEEDS)
-        with self._without_dropout(training.model):
-            means = run_seeds(training, self.reference_weights, window, SEEDS)
+        expected = self.reference.means(window, SEEDS)
+        with self.reference.without_dropout(training.model):
+            means = run_seeds(training, self.reference.weights, window, SEEDS)
         first = difference(expected.step(), means.step())
         finite = all(math.isfinite(step.loss) for step in steps)
         return [first] if finite else [first, *steps[1:]], widened(allowed, expected)
 
-    def _draws_others(self, training: Training, reference: Run) -> bool:
+    def _draws_others(self, training: Training, expected: Run) -> bool:
         """Whether the candidate could not but draw other random numbers from the same seed."""
-        if not reference.drew:
+        if not expected.drew:
             return False
         # A compiler has a generator of its own; a CPU's generator gives other numbers in another type. Recomputation is
         # no excuse: it must draw what the forward drew.
-        other_type = self.conditions.device == "cpu" and bool(self._roundings()) and "torch" in reference.drew
+        other_type = self.conditions.device == "cpu" and bool(self._roundings()) and "torch" in expected.drew
         return training.parts.expects_compiled_graphs or other_type
 
     def _record(
@@ -382,9 +294,6 @@ class _Check:
         )
 
 
-_NOTHING = Allowance(0.0, {}, {}, 0.0, 0.0, 0.0)
-
-
 def _own_fault(steps: list[Step]) -> str:
     """What is not finite in the user's own program; empty where all is."""
     for step in steps:
@@ -397,34 +306,3 @@ def _own_fault(steps: list[Step]) -> str:
 
 def _to_itself(step: Step) -> Difference:
     return difference(step, step)
-
-
-def _rounded(window: Window, kind: str) -> Window:
-    return [MicroBatch(item.samples, map_tensors(item.data, lambda t: round_to(t, kind))) for item in window]
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-@contextmanager
-def _batch_norms_evaluated(model: nn.Module) -> Iterator[None]:
-    """BatchNorm by its running statistics, so that no sample depends on the others of its batch.
-
-    One that keeps none uses those that it would begin with, mean 0 and variance 1.
-    """
-    norms: list[Any] = [module for module in model.modules() if _is_batch_norm(module) and module.training]
-    without_statistics = [norm for norm in norms if norm.running_mean is None]
-    for norm in without_statistics:
-        reference = next(model.parameters())
-        norm.running_mean = torch.zeros(norm.num_features, device=reference.device)
-        norm.running_var = torch.ones(norm.num_features, device=reference.device)
-    for norm in norms:
-        norm.eval()
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.train()
-        for norm in without_statistics:
-            norm.running_mean = norm.running_var = None

@@ -15,7 +15,7 @@ from autotune.records import LoaderProbe, MemoryProbe, TrialRequest
 from autotune.stats import rate
 from autotune.surgery.batches import tensors
 from autotune.training.training import Training
-from autotune.training.windows import Window
+from autotune.training.windows import Window, samples_in
 from autotune.workload import UserFunctions
 
 STEPS = 3
@@ -62,14 +62,10 @@ def _largest_window(windows: Iterator[Window], steps_in_pass: int | None) -> Win
         window = next(windows)
         looked_at += 1
         # the short end of a pass does not make the data ragged
-        ragged = ragged or (_elements(window) != _elements(best) and _samples(window) == _samples(best))
+        ragged = ragged or (_elements(window) != _elements(best) and samples_in(window) == samples_in(best))
         if _elements(window) > _elements(best):
             best = window
     return best
-
-
-def _samples(window: Window) -> int:
-    return sum(item.samples for item in window)
 
 
 def _elements(window: Window) -> int:
@@ -94,11 +90,10 @@ def probe_loader(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     clock = BlockClock(torch.device("cpu"))
 
     def step() -> tuple[int, None]:
-        return sum(item.samples for item in next(windows)), None
+        return samples_in(next(windows)), None
 
-    prefetched = loader.num_workers * (loader.prefetch_factor or 0) // training.parts.micro_batches_per_step + 1
     begin = time.perf_counter()
-    for _ in range(prefetched):
+    for _ in range(training.loader.most_prefetched()):
         step()
     while len(clock.seconds) < request.maximum_blocks:
         clock.run(step, request.block_seconds)

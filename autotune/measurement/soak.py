@@ -20,7 +20,7 @@ from autotune.quantities import format_rate
 from autotune.records import Phase, SoakResult, TrialRequest
 from autotune.stats import rate
 from autotune.training.training import Training
-from autotune.training.windows import Window
+from autotune.training.windows import Window, samples_in
 from autotune.workload import UserFunctions
 
 STEADY_SHARE = 0.85
@@ -114,7 +114,7 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
 
 def _run_on(running: Running, request: TrialRequest) -> _Course:
     training, meter = running.training, running.meter
-    course = _Course(BlockClock(meter.device), fewest_samples=_samples(running.first_window))
+    course = _Course(BlockClock(meter.device), fewest_samples=samples_in(running.first_window))
     steps_in_pass = training.loader.steps_in_pass() or 0
     goal_seconds = request.block_seconds * request.maximum_blocks
     waited, loss = 0.0, torch.tensor(running.first_loss)
@@ -125,8 +125,8 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         window = next(running.windows)
         waited += time.perf_counter() - begin
         loss = training.step(window)
-        course.fewest_samples = min(course.fewest_samples, _samples(window))
-        return _samples(window), None
+        course.fewest_samples = min(course.fewest_samples, samples_in(window))
+        return samples_in(window), None
 
     def block() -> None:
         nonlocal waited
@@ -156,7 +156,7 @@ def _check_finite(course: _Course, training: Training) -> None:
 
 def _end_a_pass(running: Running, course: _Course) -> None:
     """Trains on the shorter last window of a pass, where the run did not come that far."""
-    if course.fewest_samples < _samples(running.first_window):
+    if course.fewest_samples < samples_in(running.first_window):
         return
     window = running.training.loader.last_window()
     if window is None:
@@ -168,10 +168,6 @@ def _end_a_pass(running: Running, course: _Course) -> None:
         raise
     if not math.isfinite(loss) and running.training.scaler is None:
         raise TrialFailure("numerics", f"the loss was {loss} at the last batch, of {window[-1].samples} samples")
-
-
-def _samples(window: Window) -> int:
-    return sum(item.samples for item in window)
 
 
 def _allocator_retries(device: torch.device) -> int:

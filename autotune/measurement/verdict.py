@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.measurement.gradients import Comparison
-from autotune.measurement.runs import SCALER_TRIES, Difference, Mean, Means, ParameterChange, Settings
+from autotune.measurement.runs import SCALER_TRIES, Difference, ParameterChange, Settings
+from autotune.measurement.seeds import Mean, Means
 
 SMALLEST_TOLERANCE = 1e-3
 FLOORS = 3.0
@@ -83,9 +84,9 @@ class Allowance:
 
 
 def allowance(
-    honest_runs: Iterable[Sequence[Difference]],
-    output_roundings: Iterable[Sequence[Difference]],
-    roundings: Iterable[str],
+    honest_runs: Iterable[Sequence[Difference]] = (),
+    output_roundings: Iterable[Sequence[Difference]] = (),
+    roundings: Iterable[str] = (),
 ) -> Allowance:
     """What honest runs differ from the reference by, the largest of each. A step that is not finite says nothing.
 

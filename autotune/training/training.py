@@ -17,7 +17,7 @@ from autotune.records import Conditions
 from autotune.surgery.batches import to_device
 from autotune.surgery.loaders import as_loader, counted, rebuilt
 from autotune.training.losses import explain_failed_call, loss_function
-from autotune.training.windows import Window, WindowLoader
+from autotune.training.windows import Window, WindowLoader, samples_in
 from autotune.workload import UserFunctions
 
 Hook = TypeVar("Hook")
@@ -136,7 +136,7 @@ class Training:
 
     def _summed(self, window: Window, use: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, Any]:
         """The loss of every micro-batch, handed to `use` in turn; their weighted sum, and the sum of their weights."""
-        samples = sum(micro_batch.samples for micro_batch in window)
+        samples = samples_in(window)
         total: torch.Tensor | None = None
         total_weight: Any = None
         for micro_batch in window:

@@ -22,6 +22,11 @@ class MicroBatch(NamedTuple):
 Window = list[MicroBatch]
 
 
+def samples_in(window: Window) -> int:
+    """Of all its micro-batches."""
+    return sum(micro_batch.samples for micro_batch in window)
+
+
 class WindowLoader:
     """Iterates over a loader in windows of `micro_batches_per_step` batches.
 
@@ -45,6 +50,10 @@ class WindowLoader:
                 window = []
         if window and not self.loader.drop_last:
             yield window
+
+    def most_prefetched(self) -> int:
+        """Windows that workers may have loaded before they were asked for, the one in the making included."""
+        return self.loader.num_workers * (self.loader.prefetch_factor or 0) // self.micro_batches_per_step + 1
 
     def last_window(self) -> Window | None:
         """A window as short as the last of a pass; None where every window is full, or where that cannot be known.

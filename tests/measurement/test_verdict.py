@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from autotune.measurement.gradients import compare
-from autotune.measurement.runs import Difference, Mean, Means, ParameterChange, Step, difference
+from autotune.measurement.runs import Difference, ParameterChange, Step, difference
+from autotune.measurement.seeds import Mean, Means
 from autotune.measurement.verdict import (
     Allowance,
     accumulation_advice,

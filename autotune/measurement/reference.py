@@ -1,0 +1,138 @@
+"""`Reference`: the user's program in fp32, eager, always from the same weights: what a configuration is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from autotune.config import TrainingConfig
+from autotune.measurement.determinism import (
+    HIGHEST,
+    Precision,
+    batch_norms_evaluated,
+    dropout_off,
+    eager,
+    outputs_rounded,
+    round_to,
+)
+from autotune.measurement.measure import seed_everything
+from autotune.measurement.runs import Difference, Run, Step, copied, difference, differences, run_steps, run_windows
+from autotune.measurement.seeds import Means, run_seeds
+from autotune.records import Conditions
+from autotune.surgery.batches import map_tensors
+from autotune.training.training import Training
+from autotune.training.windows import MicroBatch, Window
+from autotune.workload import UserFunctions
+
+SAME_AGAIN = 1e-5
+"""Two runs of a program that keeps no state differ by less; a GPU may add in another order."""
+
+T = TypeVar("T")
+
+
+class Reference:
+    """Runs the user's program, at its own batch, as often as is asked; every run starts from the weights of the first."""
+
+    def __init__(self, functions: UserFunctions, conditions: Conditions) -> None:
+        self._functions = functions
+        self._conditions = conditions.model_copy(update={"global_batch_size": None})
+        self._latest: Training | None = None
+        self._reusable: Training | None = None
+        self.weights: dict[str, torch.Tensor] = {}
+        """What every run starts from, on the CPU; empty before the first."""
+        self.has_dropout = False
+        """Set where dropout is to be turned off."""
+
+    # --- runs ---
+
+    def run(self, windows: list[Window]) -> Run:
+        """All windows in turn, with their updates."""
+        return self._with_training(lambda training: run_windows(training, windows, 1))
+
+    def step(self, window: Window, *, seed: int = 1, evaluated_norms: bool = False) -> Step:
+        """One window and no update; on demand with BatchNorm in evaluation."""
+        (step,) = self._with_training(
+            lambda training: list(run_steps(training, [window], seed)), evaluated_norms=evaluated_norms
+        )
+        return step
+
+    def means(self, window: Window, seeds: int) -> Means:
+        """One window, by its means over several seeds."""
+        return self._with_training(lambda training: run_seeds(training, self.weights, window, seeds))
+
+    def inexact(
+        self,
+        windows: list[Window],
+        teacher: Run,
+        *,
+        precision: Precision = HIGHEST,
+        rounding: str | None = None,
+        outputs: str | None = None,
+    ) -> list[Difference]:
+        """How far the user's program is from itself where it is computed in less than fp32.
+
+        `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to.
+        """
+
+        def run(training: Training) -> list[Difference]:
+            given = windows
+            if rounding is not None:
+                with torch.no_grad():
+                    for parameter in training.model.parameters():
+                        parameter.copy_(round_to(parameter, rounding))
+                given = [_rounded(window, rounding) for window in windows]
+            with outputs_rounded(training.model, outputs) if outputs else nullcontext():
+                return differences(teacher.steps, run_steps(training, given, 1, teacher.steps))
+
+        return self._with_training(run, precision=precision)
+
+    # --- the training that runs ---
+
+    def reuse_if_stateless(self, run: Run, windows: list[Window]) -> None:
+        """Keeps the training for further runs where it gives the gradients of the last `run` again.
+
+        A model may count its calls and behave by the count; most do not, and building one takes seconds.
+        """
+        self._reusable = self._latest
+        again = self.step(windows[0])
+        if difference(run.steps[0], again).gradients.relative_error > SAME_AGAIN:
+            self._reusable = None
+
+    def let_go(self) -> None:
+        """Keeps no training any more: somebody else needs the memory."""
+        self._latest = self._reusable = None
+
+    def without_dropout(self, model: nn.Module) -> AbstractContextManager[None]:
+        """For the reference's model and for the candidate's: no dropout, where it is to be turned off."""
+        return dropout_off(model) if self.has_dropout else nullcontext()
+
+    def _with_training(
+        self, run: Callable[[Training], T], *, precision: Precision = HIGHEST, evaluated_norms: bool = False
+    ) -> T:
+        with self._training(precision, evaluated_norms) as training:
+            self._latest = training
+            return run(training)
+
+    @contextmanager
+    def _training(self, precision: Precision, evaluated_norms: bool) -> Iterator[Training]:
+        """At the first run's weights; built anew unless it was seen to keep nothing but weights."""
+        training = self._reusable or self._built()
+        if self.weights:
+            training.model.load_state_dict(self.weights)
+        else:
+            self.weights = copied(training.model.state_dict())
+        norms = batch_norms_evaluated(training.model) if evaluated_norms else nullcontext()
+        with precision.applied(), eager(), norms, self.without_dropout(training.model):
+            yield training
+
+    def _built(self) -> Training:
+        seed_everything(0)
+        return Training(self._functions, TrainingConfig({}), self._conditions)
+
+
+def _rounded(window: Window, kind: str) -> Window:
+    return [MicroBatch(item.samples, map_tensors(item.data, lambda t: round_to(t, kind))) for item in window]
