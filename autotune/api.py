@@ -360,6 +360,7 @@ def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) 
             space=space,
             conditions=conditions,
             objective=settings.objective,
+            sampler=options.strategy if options.strategy in ("gp", "random") else "tpe",
             machine_identity=machine.identity,
             seed=options.seed,
             fresh=options.fresh,
@@ -473,6 +474,7 @@ def _raise_failure(failure: Failure) -> NoReturn:
 def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace) -> Settings:
     return Settings(
         objective=options.objective or preset_objective(options.space),
+        strategy=options.strategy,
         budget_seconds=options.budget_seconds,
         trials=options.trials,
         space=options.space,

@@ -21,6 +21,7 @@ from autotune.quantities import (
     parse_share,
     parse_size,
 )
+from autotune.records import Strategy
 
 DEFAULTS = SearchOptions()
 EXAMPLES = """\
@@ -191,6 +192,13 @@ def _add_search_options(parser: _Parser) -> None:
         choices=get_args(Objective),
         default=argparse.SUPPRESS,
         help="what to make better (default throughput, or what the space names)",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=get_args(Strategy),
+        default=argparse.SUPPRESS,
+        help=f"which points are measured: what stages lead to, what one of Optuna's samplers proposes (gp needs the extra "
+        f"of that name), or all of them (default {DEFAULTS.strategy})",
     )
     _option(
         parser,

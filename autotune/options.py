@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from autotune.config import TrainingConfig, Value
 from autotune.errors import UserError
-from autotune.records import SCHEMA_VERSION, Answer, Ceiling, Failure, ParityResult, Record, SearchFacts
+from autotune.records import SCHEMA_VERSION, Answer, Ceiling, Failure, ParityResult, Record, SearchFacts, Strategy
 
 Objective = Literal["throughput", "memory"]
 DeviceKind = Literal["cuda", "cpu"]
@@ -30,6 +30,8 @@ class SearchOptions:
     """Wall clock of the whole search, confirmation included."""
     trials: int | None = None
     """At most this many trials; None: as many as the budget allows."""
+    strategy: Strategy = "staged"
+    """Which points are measured: all others than the default are there for comparison, or to know the whole space."""
     space: str = "default"
     """The name of a preset, or the path of a space file."""
     only: tuple[str, ...] = ()
@@ -78,6 +80,8 @@ class SearchOptions:
             )
         if self.objective is not None and self.objective not in get_args(Objective):
             raise UserError(f"objective must be {' or '.join(get_args(Objective))}, not {self.objective!r}")
+        if self.strategy not in get_args(Strategy):
+            raise UserError(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
         if self.device is not None and self.device not in get_args(DeviceKind):
             raise UserError(f"device must be {' or '.join(get_args(DeviceKind))}, not {self.device!r}")
         if self.free_batch and self.global_batch_size is not None:

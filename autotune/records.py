@@ -475,12 +475,18 @@ class Answer(Record):
     prices: tuple[str, ...] = ()
 
 
+Strategy = Literal["staged", "tpe", "gp", "random", "exhaustive"]
+"""Which points a search measures: those that its stages lead to; those that one of Optuna's samplers proposes, for
+comparison; or all of the space."""
+
+
 class Settings(Record):
     """What the user asked for."""
 
     objective: Literal["throughput", "memory"] = "throughput"
     budget_seconds: float
     trials: int | None = None
+    strategy: Strategy = "staged"
     space: str
     only: tuple[str, ...] = ()
     fixed: dict[str, Value] = Field(default_factory=dict)

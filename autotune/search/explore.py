@@ -47,6 +47,26 @@ def explore(session: Session) -> int:
     return measured
 
 
+def sample(session: Session) -> None:
+    """A sampler by itself, for comparison: proposals from the first trial on, until the budget's reserve is reached.
+
+    What conflicts or is known not to fit is not run; no rule of ours takes anything else away from it.
+    """
+    session.watcher.stage("explore", "points that the sampler proposes, from the start")
+    refused = 0
+    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW:
+        config = session.study.propose()
+        if session.study.knows(config):
+            break
+        reason = session.obstacle(config) or (None if session.affords(config) else "longer than what is left")
+        if reason is not None:
+            session.study.reject(reason)
+            refused += 1
+            continue
+        refused = 0
+        session.measure(config, "explore")
+
+
 def _loads_otherwise_for_nothing(session: Session, config: TrainingConfig) -> bool:
     """Whether it differs in how batches are loaded alone from a trial whose step never waited for them, or whose memory
     is what counts."""

@@ -8,7 +8,8 @@ from autotune.records import Ceiling, Trial
 from autotune.search.baseline import run_baseline
 from autotune.search.compute import bottleneck_of, search_batch, search_compute
 from autotune.search.confirm import confirm, reserve_seconds
-from autotune.search.explore import explore
+from autotune.search.exhaust import exhaust
+from autotune.search.explore import explore, sample
 from autotune.search.loader import search_loader
 from autotune.search.memory import find_ceiling
 from autotune.search.session import Session
@@ -33,16 +34,26 @@ class Search:
         run_baseline(self.session)
 
     def go_on(self) -> None:
-        """Memory, compute, loader, explore, confirm; `begin` came before."""
+        """What the strategy measures, then confirm; `begin` came before."""
         session = self.session
         self._reserve()
+        strategy = session.settings.strategy
+        if strategy == "exhaustive":
+            exhaust(session)
+        elif strategy != "staged":
+            sample(session)
+        else:
+            self._stages()
+        confirm(session)
+
+    def _stages(self) -> None:
+        """Memory, compute, loader, explore."""
         start = self._start()
         if start is not None:
             self._first_ceilings(start)
             self._descend(start)
         self._reserve()
-        explore(session)
-        confirm(session)
+        explore(self.session)
 
     def _descend(self, start: Trial) -> None:
         """One kind of knob after the other, each from what led before."""

@@ -8,10 +8,13 @@ same trials over the knobs that vary: a proposal that is refused teaches the sam
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import math
 import random
 import sqlite3
+import statistics
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial, wraps
@@ -26,6 +29,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.config import TrainingConfig, Value
+from autotune.errors import UserError
 from autotune.interrupts import interrupts_held
 from autotune.options import Objective
 from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
@@ -48,6 +52,9 @@ UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What reading another text as JSON, or other JSON as a record, ends in."""
 
 _INSTEAD = "choose another --study, or pass --fresh to start over"
+
+Sampler = Literal["tpe", "gp", "random"]
+"""Which of Optuna's samplers proposes points."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -125,6 +132,7 @@ class Study:
         directory: Path,
         space: SearchSpace,
         objective: Objective,
+        sampler: Sampler,
         machine_identity: str,
         seed: int,
         tables: StudyTables,
@@ -152,7 +160,7 @@ class Study:
             for other in tables.study_names()
             if other != name
         )
-        self._proposals = _Proposals(space, objective, seed + len(self._trials))
+        self._proposals = _Proposals(space, objective, sampler, seed + len(self._trials))
         self._proposals.learn(self.trials())
 
     @classmethod
@@ -164,6 +172,7 @@ class Study:
         space: SearchSpace,
         conditions: Conditions,
         objective: Objective,
+        sampler: Sampler = "tpe",
         machine_identity: str,
         seed: int,
         fresh: bool = False,
@@ -172,9 +181,12 @@ class Study:
         """The study of this workload and space in a directory: continued where there is one, else made.
 
         `workload` comes from `workload_identity`. `fresh` sets aside whatever study the directory holds. `lock` is the
-        directory's, where the caller holds it already; it stays the caller's. Raises `StudyError` where the directory
-        cannot be written, is in use, or holds something broken or a study of another workload or machine.
+        directory's, where the caller holds it already; it stays the caller's. Raises `UserError` for a sampler that needs
+        what is not installed, `StudyError` where the directory cannot be written, is in use, or holds something broken or
+        a study of another workload or machine.
         """
+        if sampler == "gp" and importlib.util.find_spec("scipy") is None:
+            raise UserError("--strategy gp needs scipy; install torch-autotune[gp]")
         with ExitStack() as resources, _broken_is_told(directory), _telling_of_a_full_disk(directory):
             if lock is None:
                 resources.callback(DirectoryLock(directory).close)
@@ -190,6 +202,7 @@ class Study:
                 directory=directory,
                 space=space,
                 objective=objective,
+                sampler=sampler,
                 machine_identity=machine_identity,
                 seed=seed,
                 tables=tables,
@@ -329,12 +342,14 @@ class Study:
 class _Proposals:
     """The sampler's own study, in memory: the varied knobs only, refused points included."""
 
-    def __init__(self, space: SearchSpace, objective: Objective, seed: int) -> None:
+    def __init__(self, space: SearchSpace, objective: Objective, sampler: Sampler, seed: int) -> None:
         self._space = space
         self._objective = objective
         self._random = random.Random(seed)
-        # Plain multivariate TPE is enough here: `group` is for trials that lack some of the parameters.
-        self._sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=False)
+        self._sampler = _made_sampler(sampler, seed)
+        self._learns_pruned = sampler != "gp"
+        # A Gaussian process proposes the same again until it learns something; what it draws takes a second.
+        self._draws = 1 if sampler == "gp" else MOST_DRAWS // 2
         everything = _distributions(space, space.start)
         self._distributions = {name: everything[name] for name in space.varied}
         self._measured: set[str] = set()
@@ -361,7 +376,7 @@ class _Proposals:
     def draw(self) -> TrainingConfig:
         """A point that is neither measured nor refused; at random where the sampler finds none in many draws."""
         for attempt in range(MOST_DRAWS if self._distributions else 0):
-            self._last = self._sample() if attempt < MOST_DRAWS // 2 else self._at_random()
+            self._last = self._sample() if attempt < self._draws else self._at_random()
             if not self.knows(self._last):
                 break
         return self._last
@@ -379,16 +394,23 @@ class _Proposals:
     def _add(self, config: TrainingConfig, value: float | None, reason: str = "") -> None:
         """A point with its value, or one that did not or cannot run: whatever the reason, not worth another try."""
         failed = value is None
+        pruned = failed and self._learns_pruned
         self._study.add_trial(
             optuna.trial.create_trial(
                 params={name: config[name] for name in self._distributions},
                 distributions=self._distributions,
-                value=value,
-                state=TrialState.PRUNED if failed else TrialState.COMPLETE,
+                value=self._middling() if failed and not pruned else value,
+                state=TrialState.PRUNED if pruned else TrialState.COMPLETE,
                 constraints={"runs": 1.0 if failed else -1.0},
                 user_attrs={"not_run": reason} if reason else {},
             )
         )
+
+    def _middling(self) -> float:
+        """What a point that did not run counts as where a sampler wants a value: the median, so that only its constraint
+        speaks against it (a Gaussian process does not see pruned trials)."""
+        seen = [trial.value for trial in self._study.get_trials(deepcopy=False) if trial.value is not None]
+        return statistics.median(seen) if seen else 0.0
 
     def _sample(self) -> TrainingConfig:
         asked = self._study.ask(self._distributions)
@@ -406,6 +428,17 @@ class _Proposals:
         if drawn in choices:
             return drawn
         return min(choices, key=lambda value: abs(math.log1p(int(value)) - math.log1p(int(drawn))))
+
+
+def _made_sampler(name: Sampler, seed: int) -> optuna.samplers.BaseSampler:
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    if name == "gp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)
+    # Plain multivariate TPE is enough here: `group` is for trials that lack some of the parameters.
+    return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=False)
 
 
 def _distributions(space: SearchSpace, config: TrainingConfig) -> dict[str, BaseDistribution]:

@@ -10,7 +10,16 @@ from typing import Any, Literal
 
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
-from autotune.records import Conditions, Recommendation, SearchFacts, Settings, Stage, Trial, WorkloadReference
+from autotune.records import (
+    Conditions,
+    Recommendation,
+    SearchFacts,
+    Settings,
+    Stage,
+    Strategy,
+    Trial,
+    WorkloadReference,
+)
 from autotune.search.baseline import run_baseline
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
@@ -58,6 +67,7 @@ class SimulatedSearch:
     only: tuple[str, ...] = ()
     fixed: Mapping[str, Value] = field(default_factory=dict)
     objective: Literal["throughput", "memory"] = "throughput"
+    strategy: Strategy = "staged"
     memory_limit_bytes: int | None = None
     train_samples: int | None = None
 
@@ -76,6 +86,7 @@ class SimulatedSearch:
         study = Study.open(
             self.directory, workload="aaaabbbbcccc", space=self.space, conditions=conditions, objective=self.objective,
             machine_identity=self.facts.machine.identity, seed=self.seed,
+            sampler=self.strategy if self.strategy in ("gp", "random") else "tpe",
         )  # fmt: skip
         settings = Settings(
             objective=self.objective,
@@ -85,6 +96,7 @@ class SimulatedSearch:
             only=self.only,
             fixed={name: self.space.start[name] for name in self.fixed},
             train_samples=self.train_samples,
+            strategy=self.strategy,
             conditions=conditions,
         )
         session = Session(

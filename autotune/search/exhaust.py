@@ -1,0 +1,40 @@
+"""Measures every point of the space, one after the other: the truth that searches are held against."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from autotune.config import TrainingConfig
+from autotune.search.session import Session
+
+
+def exhaust(session: Session) -> int:
+    """Measures what was not measured yet and does not conflict, until the budget's reserve is reached; the same command
+    goes on from there. Returns how many points are left.
+
+    Nothing is left out because it is expected to fail or to be slow, and nothing is stopped early: out of memory is a
+    point of the table like any other.
+    """
+    points = [config for config in every_point(session) if session.space.conflict(config) is None]
+    session.watcher.stage("explore", f"all {len(points)} points of the space")
+    left = len(points)
+    for config in points:
+        if session.measured(config) is None:
+            if not session.budget.allows(session.expected_seconds(config)):
+                continue
+            session.measure_again(config, "explore")
+        left -= 1
+    if left:
+        session.skipped.append(
+            f"{left} of {len(points)} points are not measured yet; the same command goes on with them"
+        )
+    return left
+
+
+def every_point(session: Session) -> Iterator[TrainingConfig]:
+    """The space's points, those that differ in the first knobs alone next to each other."""
+    choices = session.space.choices
+    names = list(reversed(choices))
+    for values in itertools.product(*(choices[name] for name in names)):
+        yield TrainingConfig(dict(zip(names, values, strict=True)))
