@@ -2,57 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from autotune import __version__
-from autotune.config import TrainingConfig, Value, value_text
+from autotune.config import Value, value_text
 from autotune.errors import SearchInterrupted, UserError
-from autotune.gpu_watch import occupied
 from autotune.interrupts import interrupts_kept
 from autotune.knobs.registry import KNOBS
 from autotune.machine import read_machine_facts
-from autotune.nvml import gpu_used_bytes
 from autotune.options import VERIFY_BUDGET_SECONDS, CheckReport, MemoryReport, SearchOptions, VerifyReport
-from autotune.processes.pool import TrialPool
-from autotune.processes.watched import WatchedBackend
 from autotune.quantities import parse_duration, parse_names, parse_size
 from autotune.records import (
-    OUT_OF_MEMORY,
-    Conditions,
-    Failure,
-    MachineFacts,
-    PhaseTimeouts,
     Probe,
     Recommendation,
-    SearchFacts,
-    Settings,
     Trial,
-    TrialRequest,
 )
 from autotune.result import TuningResult, load
-from autotune.search.baseline import baseline_error, told_beside
-from autotune.search.budget import Budget
 from autotune.search.changes import changes_since
 from autotune.search.memory import find_ceiling
-from autotune.search.pace import pace_for
 from autotune.search.preview import preview
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
 from autotune.search.session import Session
-from autotune.search.study import Study, refuse_unusable, stored_records, workload_identity
-from autotune.search.tables import DirectoryLock
+from autotune.search.study import stored_records
 from autotune.search.verify import verify as verify_recommendation
 from autotune.search.watcher import CallbackFailed, CallingWatcher, QuietWatcher, SearchWatcher
-from autotune.space import SearchSpace, build_space, preset_objective, refuse_unknown
+from autotune.sessions import OpenedSession, open_session, read_facts, scratch
+from autotune.space import build_space
 from autotune.workload import ROLES, Workload, workload_from_functions
 
 __all__ = ["check", "fit", "load", "memory", "open_study", "search", "verify", "verify_workload"]
@@ -60,10 +42,6 @@ __all__ = ["check", "fit", "load", "memory", "open_study", "search", "verify", "
 RESULT_NAME = "best.json"
 FEWEST_TRIALS = 3
 """A budget must hold so many measurements of the baseline, or there is no time to find and confirm anything."""
-SMALL_BATCHES = (2, 1)
-"""A program whose own batch does not fit is looked at with so many samples; BatchNorm wants two."""
-LARGEST_BATCH = {"cuda": (256, 4096), "cpu": (32, 256)}
-"""No micro-batch above so many times the user's own, or above that number if it is larger, is tried."""
 
 
 def fit(
@@ -171,7 +149,7 @@ def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
     began = time.monotonic()
     was_opened = False
     try:
-        with interrupts_kept(), _opened(workload, options, watcher) as opened:
+        with interrupts_kept(), open_session(workload, options, watcher) as opened:
             was_opened = True
             return _searched(opened, began)
     except CallbackFailed as failed:
@@ -183,7 +161,7 @@ def search(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -
     raise callback_error  # here, where nothing is added to what it says
 
 
-def _searched(opened: _Opened, began: float) -> TuningResult:
+def _searched(opened: OpenedSession, began: float) -> TuningResult:
     """The search in an open study. Whatever ends it early leaves the best so far in `best.json`."""
     started = Search(opened.session)
     try:
@@ -217,31 +195,15 @@ def _was_searched(session: Session) -> bool:
 
 def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport:
     """One step of the user's program, and what a search would do with it. Writes no study."""
-    refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
-    machine = read_machine_facts()
-    conditions = _conditions(options, machine)
-    _told_of_machine(machine, conditions, watcher)
-    with _scratch(options) as options, _pool(workload, options, watcher, machine) as pool:
-        facts = _facts(pool, machine, conditions, options)
+    with scratch(options) as options:
+        facts = read_facts(workload, options, watcher)
     space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
     return preview(space, options)
 
 
-@contextmanager
-def _scratch(options: SearchOptions) -> Iterator[SearchOptions]:
-    """The options with a directory of their own; it stays where something failed, for the output that is in it."""
-    directory = Path(tempfile.mkdtemp(prefix="autotune-"))
-    try:
-        yield dataclasses.replace(options, study=directory)
-    except KeyboardInterrupt:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
-
-
 def memory(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport:
     """Does it fit, and how far: the ceiling of the user's program and of each way to save memory."""
-    with _scratch(options) as options, _opened(workload, options, watcher) as opened:
+    with scratch(options) as options, open_session(workload, options, watcher) as opened:
         session = opened.session
         session.baseline = session.space.baseline
         watcher.stage("memory", "how far the batch goes")
@@ -290,7 +252,7 @@ def verify_workload(
     if claimed.settings.conditions.device == "cuda" and not read_machine_facts().gpus:
         raise UserError("the result was measured on a GPU (device cuda), and this machine shows none")
     options = _options_of(claimed, budget_seconds)
-    with _scratch(options) as options, _opened(workload, options, watcher) as opened:
+    with scratch(options) as options, open_session(workload, options, watcher) as opened:
         changed = changes_since(claimed, opened.session.facts, workload.reference(), __version__)
         for change in changed:
             watcher.note(f"changed since the search: {change}")
@@ -328,166 +290,7 @@ def open_study(directory: Path) -> tuple[Recommendation | None, list[Trial], lis
     return (load(saved).recommendation if saved.is_file() else None), trials, probes
 
 
-class _Opened:
-    """A session, and what is needed to make a result of it."""
-
-    def __init__(self, session: Session, workload: Workload, directory: Path, pool: TrialPool) -> None:
-        self.session, self.workload, self.directory, self.pool = session, workload, directory, pool
-
-
-@contextmanager
-def _opened(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> Iterator[_Opened]:
-    """Reads the facts, opens the study and makes the session; ends every process in the end."""
-    machine = read_machine_facts()
-    budget = Budget(options.budget_seconds, options.trials)
-    conditions = _conditions(options, machine)
-    refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
-    others = _told_of_machine(machine, conditions, watcher)
-    # Locked before anything runs: a second search would write its trials over those of the first.
-    with ExitStack() as resources:
-        lock = resources.enter_context(closing(DirectoryLock(options.study)))
-        if not options.fresh:
-            refuse_unusable(options.study)
-        pool = resources.enter_context(_pool(workload, options, watcher, machine))
-        watcher.stage("baseline", "one step of your program")
-        facts = _facts(pool, machine, conditions, options)
-        space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
-        conditions = conditions.model_copy(update={"global_batch_size": facts.global_batch_size})
-        settings = _settings(options, conditions, space)
-        study = Study.open(
-            options.study,
-            workload=workload_identity(workload.reference(), facts.workload),
-            space=space,
-            conditions=conditions,
-            objective=settings.objective,
-            sampler=options.strategy if options.strategy in ("gp", "random") else "tpe",
-            machine_identity=machine.identity,
-            seed=options.seed,
-            fresh=options.fresh,
-            lock=lock,
-        )
-        try:
-            session = Session(
-                backend=WatchedBackend(pool),
-                study=study,
-                space=space,
-                settings=settings,
-                budget=budget,
-                watcher=watcher,
-                pace=pace_for(options.budget_seconds),
-            )
-            session.warnings.extend(others)
-            session.resume()
-            if study.trials_of_others and not session.trials:
-                watcher.note(
-                    f"the {study.trials_of_others} trials in {options.study} do not count here: space, knobs, limits or "
-                    "seed were others; best.json will be of this search"
-                )
-            yield _Opened(session, workload, options.study, pool)
-        finally:
-            study.close()
-
-
-@contextmanager
-def _pool(
-    workload: Workload, options: SearchOptions, watcher: SearchWatcher, machine: MachineFacts
-) -> Iterator[TrialPool]:
-    used = gpu_used_bytes if _device(options, machine) == "cuda" else None
-    directory = options.study / "processes"
-    directory.mkdir(parents=True, exist_ok=True)
-    directory.chmod(0o700)  # what trials print and answer is nobody else's business
-    pool = TrialPool(workload, directory, warm_compiler=True, gpu_used_bytes=used, on_note=watcher.note)
-    try:
-        pool.start()
-        yield pool
-    finally:
-        pool.close()
-
-
-def _device(options: SearchOptions, machine: MachineFacts) -> Literal["cuda", "cpu"]:
-    if options.device is None:
-        return "cuda" if machine.gpus else "cpu"
-    if options.device == "cuda" and not machine.gpus:
-        raise UserError("--device cuda: this machine shows no GPU; leave the option out, or use --device cpu")
-    return options.device
-
-
-def _told_of_machine(machine: MachineFacts, conditions: Conditions, watcher: SearchWatcher) -> list[str]:
-    """Tells what could not be seen of the machine and who else uses its GPU; returns what a report should repeat."""
-    others = occupied(machine.gpus[0]) if conditions.device == "cuda" else None
-    for note in filter(None, [*machine.notes, others]):
-        watcher.note(note)
-    return [others] if others is not None else []
-
-
-def _conditions(options: SearchOptions, machine: MachineFacts) -> Conditions:
-    return Conditions(
-        device=_device(options, machine),
-        global_batch_size=options.global_batch_size,
-        clip_grad_norm=options.clip_grad_norm,
-        memory_limit_bytes=options.memory_limit_bytes,
-        memory_margin=options.memory_margin,
-        seed=options.seed,
-    )
-
-
-def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, options: SearchOptions) -> SearchFacts:
-    """Asks a child for the workload's facts. Raises `UserError` where the user's program does not run."""
-    seconds = max(60.0, options.budget_seconds / 3)
-    timeouts = PhaseTimeouts(build_seconds=seconds, compile_seconds=seconds, measure_seconds=seconds)
-    request = TrialRequest(
-        kind="facts",
-        config=TrainingConfig({}),
-        conditions=conditions,
-        blocks=options.blocks,
-        timeouts=timeouts,
-    )
-    for batch_size in (None, *SMALL_BATCHES):
-        answer = pool.run(request.model_copy(update={"facts_batch_size": batch_size}))
-        if answer.failure is None or answer.failure.kind not in OUT_OF_MEMORY:
-            break
-    if answer.failure is not None:
-        _raise_failure(answer.failure)
-    assert answer.facts is not None
-    workload = answer.facts
-    held = options.global_batch_size
-    if held is None and workload.batch_held and not options.free_batch:
-        held = workload.batch_size
-    times, least = LARGEST_BATCH[conditions.device]
-    cap = max(times * workload.batch_size, least)
-    largest = min(cap, workload.dataset_length or cap)
-    return SearchFacts(
-        machine=machine,
-        workload=workload,
-        device=conditions.device,
-        global_batch_size=held,
-        largest_batch_size=max(1, largest),
-    )
-
-
-def _raise_failure(failure: Failure) -> NoReturn:
-    if failure.kind in ("user_error", "numerics"):
-        raise UserError(failure.message, told_beside(failure))
-    raise baseline_error(failure)
-
-
-def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace) -> Settings:
-    return Settings(
-        objective=options.objective or preset_objective(options.space),
-        strategy=options.strategy,
-        budget_seconds=options.budget_seconds,
-        trials=options.trials,
-        space=options.space,
-        only=options.only,
-        fixed={name: space.start[name] for name in options.fixed},
-        blocks=options.blocks,
-        free_batch=options.free_batch,
-        train_samples=options.train_samples,
-        conditions=conditions,
-    )
-
-
-def _result(opened: _Opened, started: Search, began: float, *, unconfirmed: bool = False) -> TuningResult:
+def _result(opened: OpenedSession, started: Search, began: float, *, unconfirmed: bool = False) -> TuningResult:
     session = opened.session
     evidence = Evidence(
         results=session.results(unconfirmed=unconfirmed),

@@ -20,7 +20,7 @@ from typing import Any
 
 import optuna
 
-from autotune import api, cli
+from autotune import cli, sessions
 from autotune.records import Phase, TrialAnswer, TrialRequest
 from autotune.space import build_space
 from tests.knobs.search_facts import cpu_facts
@@ -122,7 +122,7 @@ def _search(
     for descriptor, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     SimulatedPool.ending = ending
-    api.TrialPool = SimulatedPool  # type: ignore[assignment, misc]
+    sessions.TrialPool = SimulatedPool  # type: ignore[assignment, misc]
     sqlite3.connect = _killing(killed_at_statement)  # type: ignore[assignment]
     return cli.main(["search", "train.py", "--device", "cpu", "--study", "here", "--space", "quick", *arguments])
 

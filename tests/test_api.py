@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autotune
-from autotune import api
+from autotune import sessions
 from autotune.config import TrainingConfig
 from autotune.errors import UserError
 from autotune.processes.pool import TrialPool
@@ -170,7 +170,7 @@ def test_a_program_at_fault_is_told_in_a_sentence(name: str, changing_program: P
     failure = pool.run(request).failure
     assert failure is not None
     with pytest.raises(UserError) as told:
-        api._raise_failure(failure)
+        sessions.raise_failure(failure)
     assert sentence in str(told.value)
     assert "autotune/" not in told.value.detail, "our own frames are nobody's business"
 

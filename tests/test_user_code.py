@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune import api
+from autotune import sessions
 from autotune.config import TrainingConfig
 from autotune.errors import UserError
 from autotune.processes.pool import TrialPool
@@ -146,7 +146,7 @@ def test_it_is_told_in_a_sentence(
     failure = trial_that_does(place, pool, where, what, workers).failure
     assert failure is not None
     with pytest.raises(UserError) as told:
-        api._raise_failure(failure)
+        sessions.raise_failure(failure)
     assert sentence in str(told.value)
     assert len(str(told.value).splitlines()) == 1
 

@@ -1,0 +1,231 @@
+"""Opens what a search, a check or a verification works with: machine, processes, facts, study and session."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from autotune.config import TrainingConfig
+from autotune.errors import UserError
+from autotune.gpu_watch import occupied
+from autotune.machine import read_machine_facts
+from autotune.nvml import gpu_used_bytes
+from autotune.options import SearchOptions
+from autotune.processes.pool import TrialPool
+from autotune.processes.watched import WatchedBackend
+from autotune.records import (
+    OUT_OF_MEMORY,
+    Conditions,
+    Failure,
+    MachineFacts,
+    PhaseTimeouts,
+    SearchFacts,
+    Settings,
+    TrialRequest,
+)
+from autotune.search.baseline import baseline_error, told_beside
+from autotune.search.budget import Budget
+from autotune.search.pace import pace_for
+from autotune.search.session import Session
+from autotune.search.study import Study, refuse_unusable, workload_identity
+from autotune.search.tables import DirectoryLock
+from autotune.search.watcher import SearchWatcher
+from autotune.space import SearchSpace, build_space, preset_objective, refuse_unknown
+from autotune.workload import Workload
+
+SMALL_BATCHES = (2, 1)
+"""A program whose own batch does not fit is looked at with so many samples; BatchNorm wants two."""
+LARGEST_BATCH = {"cuda": (256, 4096), "cpu": (32, 256)}
+"""No micro-batch above so many times the user's own, or above that number if it is larger, is tried."""
+
+
+@dataclass(frozen=True)
+class OpenedSession:
+    """A session, and what is needed to make a result of it."""
+
+    session: Session
+    workload: Workload
+    directory: Path
+    pool: TrialPool
+
+
+@contextmanager
+def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> Iterator[OpenedSession]:
+    """Reads the facts, opens the study and makes the session; ends every process in the end."""
+    machine = read_machine_facts()
+    budget = Budget(options.budget_seconds, options.trials)
+    conditions = _conditions(options, machine)
+    refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
+    others = _told_of_machine(machine, conditions, watcher)
+    # Locked before anything runs: a second search would write its trials over those of the first.
+    with ExitStack() as resources:
+        lock = resources.enter_context(closing(DirectoryLock(options.study)))
+        if not options.fresh:
+            refuse_unusable(options.study)
+        pool = resources.enter_context(_pool(workload, options, watcher, machine))
+        watcher.stage("baseline", "one step of your program")
+        facts = _facts(pool, machine, conditions, options)
+        space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
+        conditions = conditions.model_copy(update={"global_batch_size": facts.global_batch_size})
+        settings = _settings(options, conditions, space)
+        study = Study.open(
+            options.study,
+            workload=workload_identity(workload.reference(), facts.workload),
+            space=space,
+            conditions=conditions,
+            objective=settings.objective,
+            sampler=options.strategy if options.strategy in ("gp", "random") else "tpe",
+            machine_identity=machine.identity,
+            seed=options.seed,
+            fresh=options.fresh,
+            lock=lock,
+        )
+        try:
+            session = Session(
+                backend=WatchedBackend(pool),
+                study=study,
+                space=space,
+                settings=settings,
+                budget=budget,
+                watcher=watcher,
+                pace=pace_for(options.budget_seconds),
+            )
+            session.warnings.extend(others)
+            session.resume()
+            if study.trials_of_others and not session.trials:
+                watcher.note(
+                    f"the {study.trials_of_others} trials in {options.study} do not count here: space, knobs, limits or "
+                    "seed were others; best.json will be of this search"
+                )
+            yield OpenedSession(session, workload, options.study, pool)
+        finally:
+            study.close()
+
+
+def read_facts(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> SearchFacts:
+    """What one step of the user's program shows. Raises `UserError` where it does not run."""
+    refuse_unknown(preset=options.space, only=options.only, fixed=options.fixed)
+    machine = read_machine_facts()
+    conditions = _conditions(options, machine)
+    _told_of_machine(machine, conditions, watcher)
+    with _pool(workload, options, watcher, machine) as pool:
+        return _facts(pool, machine, conditions, options)
+
+
+@contextmanager
+def _pool(
+    workload: Workload, options: SearchOptions, watcher: SearchWatcher, machine: MachineFacts
+) -> Iterator[TrialPool]:
+    used = gpu_used_bytes if _device(options, machine) == "cuda" else None
+    directory = options.study / "processes"
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)  # what trials print and answer is nobody else's business
+    pool = TrialPool(workload, directory, warm_compiler=True, gpu_used_bytes=used, on_note=watcher.note)
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+def _device(options: SearchOptions, machine: MachineFacts) -> Literal["cuda", "cpu"]:
+    if options.device is None:
+        return "cuda" if machine.gpus else "cpu"
+    if options.device == "cuda" and not machine.gpus:
+        raise UserError("--device cuda: this machine shows no GPU; leave the option out, or use --device cpu")
+    return options.device
+
+
+def _told_of_machine(machine: MachineFacts, conditions: Conditions, watcher: SearchWatcher) -> list[str]:
+    """Tells what could not be seen of the machine and who else uses its GPU; returns what a report should repeat."""
+    others = occupied(machine.gpus[0]) if conditions.device == "cuda" else None
+    for note in filter(None, [*machine.notes, others]):
+        watcher.note(note)
+    return [others] if others is not None else []
+
+
+def _conditions(options: SearchOptions, machine: MachineFacts) -> Conditions:
+    return Conditions(
+        device=_device(options, machine),
+        global_batch_size=options.global_batch_size,
+        clip_grad_norm=options.clip_grad_norm,
+        memory_limit_bytes=options.memory_limit_bytes,
+        memory_margin=options.memory_margin,
+        seed=options.seed,
+    )
+
+
+def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, options: SearchOptions) -> SearchFacts:
+    """Asks a child for the workload's facts. Raises `UserError` where the user's program does not run."""
+    seconds = max(60.0, options.budget_seconds / 3)
+    timeouts = PhaseTimeouts(build_seconds=seconds, compile_seconds=seconds, measure_seconds=seconds)
+    request = TrialRequest(
+        kind="facts",
+        config=TrainingConfig({}),
+        conditions=conditions,
+        blocks=options.blocks,
+        timeouts=timeouts,
+    )
+    for batch_size in (None, *SMALL_BATCHES):
+        answer = pool.run(request.model_copy(update={"facts_batch_size": batch_size}))
+        if answer.failure is None or answer.failure.kind not in OUT_OF_MEMORY:
+            break
+    if answer.failure is not None:
+        raise_failure(answer.failure)
+    assert answer.facts is not None
+    workload = answer.facts
+    held = options.global_batch_size
+    if held is None and workload.batch_held and not options.free_batch:
+        held = workload.batch_size
+    times, least = LARGEST_BATCH[conditions.device]
+    cap = max(times * workload.batch_size, least)
+    largest = min(cap, workload.dataset_length or cap)
+    return SearchFacts(
+        machine=machine,
+        workload=workload,
+        device=conditions.device,
+        global_batch_size=held,
+        largest_batch_size=max(1, largest),
+    )
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raises what the user is told where their program failed as it stands."""
+    if failure.kind in ("user_error", "numerics"):
+        raise UserError(failure.message, told_beside(failure))
+    raise baseline_error(failure)
+
+
+def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace) -> Settings:
+    return Settings(
+        objective=options.objective or preset_objective(options.space),
+        strategy=options.strategy,
+        budget_seconds=options.budget_seconds,
+        trials=options.trials,
+        space=options.space,
+        only=options.only,
+        fixed={name: space.start[name] for name in options.fixed},
+        blocks=options.blocks,
+        free_batch=options.free_batch,
+        train_samples=options.train_samples,
+        conditions=conditions,
+    )
+
+
+@contextmanager
+def scratch(options: SearchOptions) -> Iterator[SearchOptions]:
+    """The options with a directory of their own; it stays where something failed, for the output that is in it."""
+    directory = Path(tempfile.mkdtemp(prefix="autotune-"))
+    try:
+        yield dataclasses.replace(options, study=directory)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or not any(directory.iterdir()):
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
