@@ -202,7 +202,8 @@ def counted(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def rebuilt(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[Any]:
-    """A loader like the user's with some arguments changed; the user's own object where nothing differs.
+    """A loader like the user's with some arguments changed; the user's own object where nothing differs, and where it is
+    of a subclass, which cannot be made anew and may give other batches than a plain one.
 
     Data set, collate function, sampler, worker initialisation, generator, timeout and context stay.
     """
@@ -213,7 +214,7 @@ def rebuilt(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[A
         for name, value in changes.items()
         if getattr(loader, name) != value and not (fixed and name == "batch_size")
     }
-    if not differing:
+    if not differing or type(loader) is not DataLoader:
         return loader
     arguments: dict[str, Any] = {
         "num_workers": loader.num_workers,

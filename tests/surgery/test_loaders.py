@@ -352,6 +352,12 @@ def test_counted_keeps_the_loader_and_wraps_its_collate_once() -> None:
     assert batches[0].data.tolist() == [0, 1]
 
 
+def test_a_subclass_is_used_as_it_is_whatever_is_asked_of_it() -> None:
+    """As a parity check does, which reads batches without workers."""
+    loader = TakesBatchesApart(numbers(), batch_size=2, num_workers=1)
+    assert rebuilt(loader, {"num_workers": 0}) is loader
+
+
 def test_a_subclass_that_takes_batches_apart_finds_its_own() -> None:
     loader = TakesBatchesApart(TensorDataset(torch.ones(5, 2), torch.arange(5)), batch_size=2)
     for _ in range(2):
