@@ -33,8 +33,8 @@ from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
 from autotune.search.session import Session
-from autotune.search.study import Study, refuse_unusable, workload_identity
-from autotune.search.tables import DirectoryLock
+from autotune.search.study import Study, workload_identity
+from autotune.search.tables import DirectoryLock, refuse_unusable
 from autotune.search.watcher import SearchWatcher
 from autotune.space import SearchSpace, build_space, preset_objective, refuse_unknown
 from autotune.workload import Workload
@@ -74,38 +74,37 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
         space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
         conditions = conditions.model_copy(update={"global_batch_size": facts.global_batch_size})
         settings = _settings(options, conditions, space)
-        study = Study.open(
-            options.study,
-            workload=workload_identity(workload.reference(), facts.workload),
-            space=space,
-            conditions=conditions,
-            objective=settings.objective,
-            sampler=options.strategy if options.strategy in ("gp", "random") else "tpe",
-            machine_identity=machine.identity,
-            seed=options.seed,
-            fresh=options.fresh,
-            lock=lock,
-        )
-        try:
-            session = Session(
-                backend=WatchedBackend(pool),
-                study=study,
+        study = resources.enter_context(
+            Study.open(
+                options.study,
+                workload=workload_identity(workload.reference(), facts.workload),
                 space=space,
-                settings=settings,
-                budget=budget,
-                watcher=watcher,
-                pace=pace_for(options.budget_seconds),
+                conditions=conditions,
+                objective=settings.objective,
+                sampler=options.strategy if options.strategy in ("gp", "random") else "tpe",
+                machine_identity=machine.identity,
+                seed=options.seed,
+                fresh=options.fresh,
+                lock=lock,
             )
-            session.warnings.extend(others)
-            session.resume()
-            if study.trials_of_others and not session.trials:
-                watcher.note(
-                    f"the {study.trials_of_others} trials in {options.study} do not count here: space, knobs, limits or "
-                    "seed were others; best.json will be of this search"
-                )
-            yield OpenedSession(session, workload, options.study, pool)
-        finally:
-            study.close()
+        )
+        session = Session(
+            backend=WatchedBackend(pool),
+            study=study,
+            space=space,
+            settings=settings,
+            budget=budget,
+            watcher=watcher,
+            pace=pace_for(options.budget_seconds),
+        )
+        session.warnings.extend(others)
+        session.resume()
+        if study.trials_of_others and not session.trials:
+            watcher.note(
+                f"the {study.trials_of_others} trials in {options.study} do not count here: space, knobs, limits or "
+                "seed were others; best.json will be of this search"
+            )
+        yield OpenedSession(session, workload, options.study, pool)
 
 
 def read_facts(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> SearchFacts:

@@ -16,7 +16,7 @@ import sqlite3
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
@@ -36,22 +36,23 @@ from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFa
 from autotune.search.tables import (
     BUSY_TIMEOUT_SECONDS,
     DATABASE_NAME,
+    INSTEAD,
+    NAME_PREFIX,
     DirectoryLock,
     StudyError,
     StudyTables,
     is_of_disk,
+    refuse_others,
+    refuse_strangers,
     set_aside,
     unwritable,
 )
 from autotune.space import SearchSpace
 
-NAME_PREFIX = "autotune"
 MOST_DRAWS = 64
 """Draws of the sampler for one proposal, before a point is taken at random from what is left."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What reading another text as JSON, or other JSON as a record, ends in."""
-
-_INSTEAD = "choose another --study, or pass --fresh to start over"
 
 Sampler = Literal["tpe", "gp", "random"]
 """Which of Optuna's samplers proposes points."""
@@ -194,9 +195,9 @@ class Study:
                 set_aside(directory)
             tables = StudyTables(directory)
             resources.callback(tables.close)
-            _refuse_strangers(directory, tables)
+            refuse_strangers(directory, tables)
             tables.create()
-            _refuse_others(directory, tables, workload, machine_identity)
+            refuse_others(directory, tables, workload, machine_identity)
             study = cls(
                 name=study_name(workload, space, conditions, objective),
                 directory=directory,
@@ -262,12 +263,6 @@ class Study:
         self._tell(trial)
         self._trials[trial.number] = trial
         self._proposals.learn([trial])
-
-    def record(self, trial: Trial) -> Trial:
-        """Begins and finishes a trial that ran elsewhere. Returns it with the number that it got here."""
-        numbered = trial.model_copy(update={"number": self.begin(trial.config)})
-        self.finish(numbered)
-        return numbered
 
     @_writes
     @interrupts_held()
@@ -481,7 +476,7 @@ def _open_storage(directory: Path, resources: ExitStack) -> optuna.storages.RDBS
     try:
         storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs={"creator": connect})
     except RuntimeError as error:  # the file was made by an Optuna that this one does not understand
-        raise StudyError(f"{directory / DATABASE_NAME} cannot be used as a study ({error}); {_INSTEAD}") from None
+        raise StudyError(f"{directory / DATABASE_NAME} cannot be used as a study ({error}); {INSTEAD}") from None
     resources.callback(storage.engine.dispose)
     resources.callback(storage.remove_session)
     return storage
@@ -497,27 +492,6 @@ def _create_or_load(storage: optuna.storages.RDBStorage, name: str) -> optuna.St
             # Every trial is enqueued, so nothing is ever sampled here.
             sampler=optuna.samplers.RandomSampler(),
         )
-
-
-def refuse_unusable(directory: Path) -> None:
-    """Raises `StudyError` where a directory's study is broken or somebody else's: what can be seen before anything runs."""
-    if (directory / DATABASE_NAME).exists():
-        with closing(StudyTables(directory)) as tables:
-            _refuse_strangers(directory, tables)
-
-
-def _refuse_strangers(directory: Path, tables: StudyTables) -> None:
-    for name in tables.study_names():
-        if not name.startswith(f"{NAME_PREFIX}-"):
-            raise StudyError(f"{directory} holds a study of another program ({name}); {_INSTEAD}")
-
-
-def _refuse_others(directory: Path, tables: StudyTables, workload: str, machine_identity: str) -> None:
-    for name in tables.study_names():
-        if not name.startswith(f"{NAME_PREFIX}-{workload}-"):
-            raise StudyError(f"{directory} holds a study of another workload; {_INSTEAD}")
-        if tables.state(name, "machine_identity") not in (None, machine_identity):
-            raise StudyError(f"{directory} holds a study made on another machine; {_INSTEAD}")
 
 
 def _read_trials(study: optuna.Study, tables: StudyTables, name: str, directory: Path) -> list[Trial]:
@@ -554,14 +528,13 @@ def _broken_is_told(directory: Path) -> Iterator[None]:
     except (*UNREADABLE, sqlite3.Error, optuna.exceptions.OptunaError) as error:
         what = type(error).__name__
         raise StudyError(
-            f"{directory / DATABASE_NAME} cannot be read as a study ({what}: {str(error)[:80]!r}); choose another --study, "
-            "or pass --fresh to start over"
+            f"{directory / DATABASE_NAME} cannot be read as a study ({what}: {str(error)[:80]!r}); {INSTEAD}"
         ) from error
 
 
 def _other_version(error: ValidationError, directory: Path) -> StudyError:
     where = ".".join(str(part) for part in error.errors()[0]["loc"])
-    return StudyError(f"{directory} holds a study of another version of autotune (it differs in {where}); {_INSTEAD}")
+    return StudyError(f"{directory} holds a study of another version of autotune (it differs in {where}); {INSTEAD}")
 
 
 def _digest(*parts: str) -> str:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +14,10 @@ from autotune.errors import NoAnswerError, UserError
 
 DATABASE_NAME = "study.db"
 OLD_NAME = "study.db.old"
+NAME_PREFIX = "autotune"
+"""With which the names of our Optuna studies begin; the workload's identity follows."""
+INSTEAD = "choose another --study, or pass --fresh to start over"
+"""What to do where a directory's study cannot be used."""
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a write waits for whoever else reads the file, such as a dashboard."""
 
@@ -115,9 +120,7 @@ class StudyTables:
         return {row[0] for row in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
     def _unusable(self, reason: str) -> StudyError:
-        return StudyError(
-            f"{self._shown} cannot be used as a study ({reason}); choose another --study, or pass --fresh to start over"
-        )
+        return StudyError(f"{self._shown} cannot be used as a study ({reason}); {INSTEAD}")
 
     def close(self) -> None:
         """Ends the connection."""
@@ -159,6 +162,29 @@ class StudyTables:
         """Trial number to the record that stands in place of Optuna's copy."""
         found = self._connection.execute("SELECT number, json FROM autotune_replaced WHERE study = ?", (study,))
         return {row[0]: json.loads(row[1]) for row in found}
+
+
+def refuse_unusable(directory: Path) -> None:
+    """Raises `StudyError` where a directory's study is broken or somebody else's: what can be seen before anything runs."""
+    if (directory / DATABASE_NAME).exists():
+        with closing(StudyTables(directory)) as tables:
+            refuse_strangers(directory, tables)
+
+
+def refuse_strangers(directory: Path, tables: StudyTables) -> None:
+    """Raises `StudyError` where the file holds a study that is not of ours."""
+    for name in tables.study_names():
+        if not name.startswith(f"{NAME_PREFIX}-"):
+            raise StudyError(f"{directory} holds a study of another program ({name}); {INSTEAD}")
+
+
+def refuse_others(directory: Path, tables: StudyTables, workload: str, machine_identity: str) -> None:
+    """Raises `StudyError` where the file holds a study of another workload or machine."""
+    for name in tables.study_names():
+        if not name.startswith(f"{NAME_PREFIX}-{workload}-"):
+            raise StudyError(f"{directory} holds a study of another workload; {INSTEAD}")
+        if tables.state(name, "machine_identity") not in (None, machine_identity):
+            raise StudyError(f"{directory} holds a study made on another machine; {INSTEAD}")
 
 
 def set_aside(directory: Path) -> None:

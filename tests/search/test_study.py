@@ -45,6 +45,13 @@ def opened(directory: Path, **changes: Any) -> Study:
     return Study.open(directory, **{**arguments, **changes})
 
 
+def recorded(study: Study, trial: Trial) -> Trial:
+    """A trial as if it had just run, with the number that it got in the study."""
+    numbered = trial.model_copy(update={"number": study.begin(trial.config)})
+    study.finish(numbered)
+    return numbered
+
+
 @pytest.fixture(scope="module")
 def empty_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made once, since Optuna takes half a second for a new file."""
@@ -112,7 +119,7 @@ def test_every_trial_is_told_to_optuna_with_its_full_record(directory: Path) -> 
         (base.replace({"num_workers": 0}), None, "crash", TrialState.FAIL, {}),
     ]
     with opened(directory) as study:
-        kept = [study.record(trial(config, rate=rate, kind=kind)) for config, rate, kind, _, _ in outcomes]
+        kept = [recorded(study, trial(config, rate=rate, kind=kind)) for config, rate, kind, _, _ in outcomes]
         assert [one.number for one in kept] == [0, 1, 2, 3, 4]
         assert study.trials() == kept
         seen = as_optuna_sees_it(study, directory)
@@ -129,14 +136,14 @@ def test_every_trial_is_told_to_optuna_with_its_full_record(directory: Path) -> 
 def test_trials_and_probes_survive(directory: Path) -> None:
     base = quick_space().baseline
     with opened(directory) as study:
-        first = study.record(trial(base, rate=100.0))
+        first = recorded(study, trial(base, rate=100.0))
         study.add_probe(probe(base))
         study.add_probe(probe(base.replace({"num_workers": 0})))
     with opened(directory) as study:
         assert study.trials() == [first]
         assert study.probes() == [probe(base), probe(base.replace({"num_workers": 0}))]
         assert study.interrupted == []
-        assert study.record(trial(base, rate=101.0)).number == 1
+        assert recorded(study, trial(base, rate=101.0)).number == 1
 
 
 def test_a_repeat_is_a_trial_of_its_own(directory: Path) -> None:
@@ -144,7 +151,7 @@ def test_a_repeat_is_a_trial_of_its_own(directory: Path) -> None:
     with opened(directory) as study:
         for number in range(3):
             repeat = trial(base, rate=100.0 + number).model_copy(update={"stage": "confirm", "round": number})
-            study.record(repeat)
+            recorded(study, repeat)
         assert [(one.round, one.stage) for one in study.trials()] == [(0, "confirm"), (1, "confirm"), (2, "confirm")]
 
 
@@ -158,7 +165,7 @@ def test_numbers_that_json_lacks_survive(directory: Path) -> None:
         }
     )
     with opened(directory) as study:
-        study.record(odd)
+        recorded(study, odd)
     with opened(directory) as study:
         (kept,) = study.trials()
     assert kept.measurement is not None and math.isnan(kept.measurement.losses[0])
@@ -168,7 +175,7 @@ def test_numbers_that_json_lacks_survive(directory: Path) -> None:
 def test_a_trial_that_turns_out_wrong_is_replaced(directory: Path) -> None:
     config = quick_space().baseline.replace({"precision": "fp16"})
     with opened(directory) as study:
-        kept = study.record(trial(config, rate=500.0))
+        kept = recorded(study, trial(config, rate=500.0))
         wrong = kept.model_copy(update={"failure": Failure(kind="numerics", phase="parity", message="it differs")})
         study.replace(wrong)
         assert study.trials() == [wrong]
@@ -180,14 +187,14 @@ def test_a_trial_that_turns_out_wrong_is_replaced(directory: Path) -> None:
 
 def test_the_memory_objective_is_minus_the_peak(directory: Path) -> None:
     with opened(directory, objective="memory") as study:
-        study.record(trial(quick_space().baseline, rate=100.0))
+        recorded(study, trial(quick_space().baseline, rate=100.0))
         assert as_optuna_sees_it(study, directory).trials[0].value == -measurement().memory.peak_allocated_bytes
 
 
 def test_records_can_be_shown_without_opening_the_study(directory: Path) -> None:
     base = quick_space().baseline
     with opened(directory) as study:
-        kept = study.record(trial(base, rate=100.0))
+        kept = recorded(study, trial(base, rate=100.0))
         study.add_probe(probe(base))
         assert stored_records(directory) == ([kept], [probe(base)])
     with opened(directory, space=quick_space(only=("precision",))) as study:
@@ -209,7 +216,7 @@ def test_the_identity_of_a_workload_follows_its_source_and_what_was_seen_of_it()
 
 def test_a_trial_of_another_version_is_refused_with_the_field(directory: Path) -> None:
     with opened(directory) as study:
-        number = study.record(trial(quick_space().baseline, rate=100.0)).number
+        number = recorded(study, trial(quick_space().baseline, rate=100.0)).number
         study._tables.replace_record(study.name, number, {"number": number, "colour": "red"})
     with pytest.raises(StudyError, match=r"holds a study of another version of autotune \(it differs in \w+\)"):
         opened(directory)
@@ -220,12 +227,12 @@ def test_a_trial_of_another_version_is_refused_with_the_field(directory: Path) -
 KILLED_SEARCH = """
 import os, signal, sys
 from pathlib import Path
-from tests.search.test_study import opened, quick_space, trial
+from tests.search.test_study import opened, quick_space, recorded, trial
 import autotune.search.study as module
 
 study = opened(Path(sys.argv[1]))
 base = quick_space().baseline
-study.record(trial(base, rate=100.0))
+recorded(study, trial(base, rate=100.0))
 where = sys.argv[2]
 if where == "enqueued":
     module.optuna.Study.ask = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -252,7 +259,7 @@ def test_a_killed_search_goes_on_where_it_was(directory: Path, where: str) -> No
             assert study.interrupted == [running]
             assert len(study.trials()) == 1
             assert as_optuna_sees_it(study, directory).trials[1].state == TrialState.FAIL
-            assert study.record(trial(running, rate=90.0)).number == 2
+            assert recorded(study, trial(running, rate=90.0)).number == 2
     with opened(directory) as study:
         assert study.interrupted == []
 
@@ -261,7 +268,7 @@ def test_an_interrupt_before_optuna_was_asked_mixes_nothing_up(directory: Path) 
     base = quick_space().baseline
     with opened(directory) as study:
         study._study.enqueue_trial(dict(base), user_attrs={"config_key": base.key})
-        kept = study.record(trial(base.replace({"num_workers": 0}), rate=100.0))
+        kept = recorded(study, trial(base.replace({"num_workers": 0}), rate=100.0))
         assert as_optuna_sees_it(study, directory).trials[kept.number].params["num_workers"] == 0
 
 
@@ -270,7 +277,7 @@ def test_an_interrupt_before_optuna_was_asked_mixes_nothing_up(directory: Path) 
 
 def test_another_workload_is_refused_until_fresh(directory: Path) -> None:
     with opened(directory) as study:
-        study.record(trial(quick_space().baseline, rate=100.0))
+        recorded(study, trial(quick_space().baseline, rate=100.0))
     with pytest.raises(StudyError, match=r"holds a study of another workload; choose another --study, or pass --fresh"):
         opened(directory, workload="ddddeeeeffff")
     with opened(directory, workload="ddddeeeeffff", fresh=True) as study:
@@ -286,7 +293,7 @@ def test_another_machine_is_refused_in_whatever_space(tmp_path: Path) -> None:
 
 def test_another_space_or_other_conditions_are_another_study_in_the_same_file(directory: Path) -> None:
     with opened(directory) as study:
-        study.record(trial(quick_space().baseline, rate=100.0))
+        recorded(study, trial(quick_space().baseline, rate=100.0))
         study.add_probe(probe(quick_space().baseline))
     changes: list[dict[str, Any]] = [
         {"space": quick_space(only=("precision",))},
@@ -304,7 +311,7 @@ def test_another_space_or_other_conditions_are_another_study_in_the_same_file(di
 
 def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
     with opened(tmp_path / "my study?100% {done} #1 ümlaut") as study:
-        kept = study.record(trial(quick_space().baseline, rate=100.0))
+        kept = recorded(study, trial(quick_space().baseline, rate=100.0))
     assert stored_records(tmp_path / "my study?100% {done} #1 ümlaut") == ([kept], [])
 
 
@@ -360,7 +367,7 @@ def test_a_broken_file_is_told_and_set_aside_by_fresh(tmp_path: Path) -> None:
 
 def test_a_torn_file_is_told(directory: Path) -> None:
     with opened(directory) as study:
-        study.record(trial(quick_space().baseline, rate=100.0))
+        recorded(study, trial(quick_space().baseline, rate=100.0))
     content = (directory / "study.db").read_bytes()
     (directory / "study.db").write_bytes(content[: len(content) // 2])
     with pytest.raises(StudyError, match=r"study\.db cannot be used as a study"):
@@ -435,7 +442,7 @@ def test_an_empty_file_is_a_study_that_begins(tmp_path: Path) -> None:
 
 def test_a_study_that_can_only_be_read_can_be_shown(directory: Path) -> None:
     with opened(directory) as study:
-        kept = study.record(trial(quick_space().baseline, rate=100.0))
+        kept = recorded(study, trial(quick_space().baseline, rate=100.0))
     if os.geteuid() != 0:  # root may write everywhere
         (directory / "study.db").chmod(0o400)
         with pytest.raises(StudyError, match="readonly database"):
@@ -445,7 +452,7 @@ def test_a_study_that_can_only_be_read_can_be_shown(directory: Path) -> None:
 
 def test_fresh_takes_along_what_a_killed_search_was_writing(directory: Path) -> None:
     with opened(directory) as study:
-        study.record(trial(quick_space().baseline, rate=100.0))
+        recorded(study, trial(quick_space().baseline, rate=100.0))
     command = (
         "import os, sqlite3, sys; connection = sqlite3.connect(sys.argv[1]); connection.execute('PRAGMA cache_size = 1');"
         "connection.execute('PRAGMA cache_spill = 1'); connection.execute('BEGIN IMMEDIATE');"
@@ -476,7 +483,7 @@ def explore(study: Study, space: SearchSpace, count: int) -> float:
     for _ in range(count):
         config = study.propose()
         best = max(best, invented_rate(config))
-        study.record(trial(config, rate=invented_rate(config)))
+        recorded(study, trial(config, rate=invented_rate(config)))
     return best
 
 
@@ -484,14 +491,14 @@ def explore(study: Study, space: SearchSpace, count: int) -> float:
 def test_proposals_are_points_of_the_space_and_none_comes_twice(directory: Path) -> None:
     space = quick_space()
     with opened(directory) as study:
-        study.record(trial(space.baseline, rate=invented_rate(space.baseline)))
+        recorded(study, trial(space.baseline, rate=invented_rate(space.baseline)))
         seen = {space.baseline}
         for _ in range(40):
             config = study.propose()
             assert all(config[name] in values for name, values in space.choices.items())
             assert config not in seen
             seen.add(config)
-            study.record(trial(config, rate=invented_rate(config)))
+            recorded(study, trial(config, rate=invented_rate(config)))
 
 
 @pytest.mark.usefixtures("no_waiting_for_the_disk")
@@ -533,7 +540,9 @@ def test_what_runs_out_of_memory_is_kept_away_from(directory: Path) -> None:
             config = study.propose()
             too_large = int(config["batch_size"]) > 16
             failures += too_large and number >= 15
-            study.record(trial(config, kind="device_oom") if too_large else trial(config, rate=invented_rate(config)))
+            recorded(
+                study, trial(config, kind="device_oom") if too_large else trial(config, rate=invented_rate(config))
+            )
     offered = quick_space().batch_sizes
     blind = sum(size > 16 for size in offered) / len(offered)
     assert failures < 0.7 * blind * 15
@@ -544,7 +553,7 @@ def test_a_space_that_is_used_up_repeats_itself(directory: Path) -> None:
     with opened(directory, space=space) as study:
         for _ in space.choices["precision"]:
             config = study.propose()
-            study.record(trial(config, rate=100.0))
+            recorded(study, trial(config, rate=100.0))
         assert {one.config["precision"] for one in study.trials()} == set(space.choices["precision"])
         assert study.propose() in {one.config for one in study.trials()}
 
@@ -553,11 +562,11 @@ def test_a_space_that_is_used_up_repeats_itself(directory: Path) -> None:
 def test_fixed_values_are_kept_in_proposals_and_the_baseline_is_kept_beside_them(directory: Path) -> None:
     space = quick_space(fixed={"batch_size": 16, "precision": "bf16"})
     with opened(directory, space=space) as study:
-        study.record(trial(space.baseline, rate=100.0))
+        recorded(study, trial(space.baseline, rate=100.0))
         for _ in range(15):
             config = study.propose()
             assert (config["batch_size"], config["precision"]) == (16, "bf16")
-            study.record(trial(config, rate=120.0))
+            recorded(study, trial(config, rate=120.0))
         assert as_optuna_sees_it(study, directory).trials[0].params["precision"] == "as_is"
 
 
@@ -565,7 +574,7 @@ def test_with_nothing_to_vary_the_start_is_proposed(directory: Path) -> None:
     space = quick_space(fixed=dict(quick_space().baseline))
     with opened(directory, space=space) as study:
         assert study.propose() == space.start
-        study.record(trial(space.start, rate=100.0))
+        recorded(study, trial(space.start, rate=100.0))
 
 
 @pytest.mark.usefixtures("no_waiting_for_the_disk")
@@ -624,13 +633,13 @@ def test_a_full_disk_is_told_in_a_sentence_and_loses_nothing_that_was_stored(
     base = quick_space().baseline
     stored = 1
     with opened(directory) as study:
-        first = study.record(trial(base, rate=100.0))
+        first = recorded(study, trial(base, rate=100.0))
     with monkeypatch.context() as limited:
         limit_file(limited, (directory / "study.db").stat().st_size // 4096 + 2)
         with pytest.raises(NoAnswerError) as told, opened(directory) as study:  # noqa: PT012  # any of the writes may fail
             while True:
                 if what == "trials":
-                    study.record(trial(base, rate=200.0))
+                    recorded(study, trial(base, rate=200.0))
                 elif what == "probes":
                     study.add_probe(probe(base))
                 else:
@@ -646,7 +655,7 @@ def test_a_full_disk_is_told_in_a_sentence_and_loses_nothing_that_was_stored(
         assert len(study.trials() if what == "trials" else study.probes()) == (
             stored if what == "trials" else stored - 1 if what == "probes" else 0
         )
-        assert study.record(trial(base, rate=300.0)).number >= len(study.trials()) - 1
+        assert recorded(study, trial(base, rate=300.0)).number >= len(study.trials()) - 1
 
 
 def test_a_disk_that_is_full_before_the_study_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
