@@ -93,13 +93,12 @@ def main() -> int:
     machine = read_machine_facts()
     with tempfile.TemporaryDirectory() as scratch:
         used = gpu_used_bytes if machine.gpus else None
-        pool = TrialPool(workload_from_target(target), Path(scratch), warm_compiler=True, gpu_used_bytes=used)
-        pool.start()
-        for _ in range(arguments.rounds):
-            for which, config in configs.items():
-                own[which].append(measured(pool, recommendation, config))
-                outside[which].append(timed_outside(Path(scratch), recommendation, config, arguments.seconds))
-        pool.close()
+        workload = workload_from_target(target)
+        with TrialPool(workload, Path(scratch), warm_compiler=True, gpu_used_bytes=used) as pool:
+            for _ in range(arguments.rounds):
+                for which, config in configs.items():
+                    own[which].append(measured(pool, recommendation, config))
+                    outside[which].append(timed_outside(Path(scratch), recommendation, config, arguments.seconds))
     content: dict[str, Any] = {
         "name": f"outsider_{Path(target).stem}",
         "command": f"python benchmarks/outsider.py BEST.json --rounds {arguments.rounds} --seconds {arguments.seconds:g}",
