@@ -28,18 +28,26 @@ def sources(thing: Any) -> Iterator[str]:
 def _told(thing: Any, seen: set[int]) -> Iterator[str]:
     if isinstance(thing, _PLAIN):
         yield repr(thing)
-    elif isinstance(thing, (list, tuple)):
-        yield str(len(thing))
-        for item in thing[:_MOST_ITEMS]:
-            yield from _told(item, seen)
-    elif isinstance(thing, dict):
-        yield str(len(thing))
+    elif id(thing) in seen:
+        return
+    elif isinstance(thing, (list, tuple, dict)):
+        seen.add(id(thing))  # while it is told: it may hold itself
+        yield from _told_of_items(thing, seen)
+        seen.remove(id(thing))
+    else:
+        seen.add(id(thing))
+        yield from _told_of_code(thing, seen)
+
+
+def _told_of_items(thing: list[Any] | tuple[Any, ...] | dict[Any, Any], seen: set[int]) -> Iterator[str]:
+    yield str(len(thing))
+    if isinstance(thing, dict):
         for key, value in islice(thing.items(), _MOST_ITEMS):
             yield repr(key) if isinstance(key, _PLAIN) else ""
             yield from _told(value, seen)
-    elif id(thing) not in seen:
-        seen.add(id(thing))
-        yield from _told_of_code(thing, seen)
+    else:
+        for item in thing[:_MOST_ITEMS]:
+            yield from _told(item, seen)
 
 
 def _told_of_code(thing: Any, seen: set[int]) -> Iterator[str]:

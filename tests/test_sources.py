@@ -39,6 +39,11 @@ def told(text: str, name: str = "model_fn") -> str:
     return "\n".join(sources(namespace[name]))
 
 
+def test_what_holds_itself_is_told_to_an_end() -> None:
+    rooted = "TABLE = {'size': 3}; TABLE['all'] = [TABLE]\ndef model_fn():\n    return TABLE"
+    assert told(rooted) == told(rooted) != told(rooted.replace("'size': 3", "'size': 4"))
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
