@@ -31,7 +31,8 @@ SLOWDOWNS = {
 }
 """Bits of NVML's throttle reasons that make a rate not repeatable. Idle clocks and the power cap belong to a card."""
 BY_THE_HARDWARE = 0x08
-"""Also set beside the two bits that say which of its reasons the hardware has."""
+REASONS_OF_THE_HARDWARE = 0x40 | 0x80
+"""Beside which the bit before is set too; these say more."""
 
 
 def occupied(gpu: GpuFacts) -> str | None:
@@ -135,7 +136,7 @@ class GpuWatch:
         reasons = int(ask(self._nvml, THROTTLE_REASONS, self._handle) or 0)
         clock = ask(self._nvml, "nvmlDeviceGetClockInfo", self._handle, SM_CLOCK)
         slow = [bit for bit in SLOWDOWNS if reasons & bit]
-        if len(slow) > 1 and BY_THE_HARDWARE in slow and reasons & ~BY_THE_HARDWARE & 0xC0:
+        if BY_THE_HARDWARE in slow and reasons & REASONS_OF_THE_HARDWARE:
             slow.remove(BY_THE_HARDWARE)
         seen.samples += 1
         seen.slow_samples += bool(slow)

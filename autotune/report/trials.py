@@ -146,7 +146,12 @@ def _parity_grids(probes: Sequence[Probe], baseline: TrainingConfig | None) -> D
         if parity is not None
     )
     losses = tuple(
-        (changes, losses_text(parity.candidate_losses), losses_text(parity.reference_losses))
+        (
+            changes,
+            losses_text(parity.candidate_losses),
+            losses_text(parity.reference_losses),
+            "-" if parity.loss_tolerance is None else f"{parity.loss_tolerance:.2g}",
+        )
         for changes, parity in checks
         if parity is not None
     )
@@ -156,7 +161,7 @@ def _parity_grids(probes: Sequence[Probe], baseline: TrainingConfig | None) -> D
     header = ("", "the same", "off by", "allowed", "floor", "cosine", "most, in")
     return (
         Grid(title, header, errors, numeric=frozenset({2, 3, 4, 5})),
-        Grid("Losses of the same steps", ("", "with these settings", "yours in fp32"), losses),
+        Grid("Losses of the same steps", ("", "with these settings", "yours in fp32", "allowed"), losses),
     )
 
 

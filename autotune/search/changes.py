@@ -40,6 +40,7 @@ def _workload(workload: WorkloadFacts) -> dict[str, object]:
         "batch": workload.batch_structure,
         "samples in the data set": workload.dataset_length,
         "loader workers": workload.num_workers,
+        "batches that a worker holds ready": workload.prefetch_factor,
         "page-locked memory": workload.pin_memory,
         "optimizer": workload.optimizer_class,
         "scheduler": workload.has_scheduler,

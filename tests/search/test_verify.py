@@ -213,10 +213,11 @@ def test_another_card_of_the_same_kind_and_other_shapes_are_noticed(claimed: Rec
 
 
 def test_the_program_is_compared_too(claimed: Recommendation) -> None:
-    larger = FACTS.workload.model_copy(update={"parameter_count": 20, "num_workers": 4})
+    larger = FACTS.workload.model_copy(update={"parameter_count": 20, "num_workers": 4, "prefetch_factor": 8})
     assert changed(claimed, FACTS.model_copy(update={"workload": larger}), source_hash="ffff") == (
         "model: Net with 10 parameters then, Net with 20 parameters now",
         "loader workers: 0 then, 4 now",
+        "batches that a worker holds ready: 2 then, 8 now",
         "the source of train.py",
     )
     assert changed(claimed, FACTS, location="other.py") == ("program: train.py then, other.py now",)
