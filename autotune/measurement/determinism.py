@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,16 +131,6 @@ def eager() -> Iterator[None]:
     """Nothing runs compiled, the user's own compile included."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def random_state() -> dict[str, object]:
-    """The states of all generators that a model may draw from, by library: equal before and after drawing nothing."""
-    states: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["torch"] = (states["torch"], *(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()))
-    if "numpy" in sys.modules:
-        states["numpy"] = repr(sys.modules["numpy"].random.get_state())
-    return states
 
 
 def round_to(tensor: torch.Tensor, kind: str) -> torch.Tensor:

@@ -18,10 +18,11 @@ from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
 from autotune.measurement.determinism import is_batch_norm
-from autotune.measurement.measure import PhaseReport, seed_everything
+from autotune.measurement.measure import PhaseReport
 from autotune.records import TrialRequest, WorkloadFacts
 from autotune.surgery.batches import byte_count, describe, to_device
 from autotune.surgery.blocks import Blocks, find_blocks, named_blocks
+from autotune.surgery.generators import seed_everything
 from autotune.surgery.loaders import (
     DEFAULT_PREFETCH_FACTOR,
     as_loader,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import out_of_the_race, rate, warmed_up
 from autotune.surgery.batches import byte_count, to_device
+from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window, samples_in
 from autotune.workload import UserFunctions
@@ -47,14 +46,6 @@ class Running:
     process_seconds: float
     first_loss: float
     first_window: Window
-
-
-def seed_everything(seed: int) -> None:
-    """Python's, NumPy's (where it is loaded) and torch's generators, on every device."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Running:

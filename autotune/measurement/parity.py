@@ -12,7 +12,7 @@ from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.measurement.clock import endless
 from autotune.measurement.determinism import HIGHEST, Precision, is_batch_norm
 from autotune.measurement.gradients import first_not_finite
-from autotune.measurement.measure import PhaseReport, seed_everything
+from autotune.measurement.measure import PhaseReport
 from autotune.measurement.reference import Reference
 from autotune.measurement.runs import (
     Difference,
@@ -29,6 +29,7 @@ from autotune.measurement.runs import (
 from autotune.measurement.seeds import run_seeds
 from autotune.measurement.verdict import Allowance, accumulation_advice, allowance, fault, update_fault, widened
 from autotune.records import Conditions, ParityResult, TrialRequest
+from autotune.surgery.generators import seed_everything
 from autotune.surgery.loaders import as_loader, batch_fixed_reason, counted, rebuilt
 from autotune.training.training import Training
 from autotune.training.windows import Window, WindowLoader, samples_in

@@ -9,11 +9,12 @@ import torch
 
 from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
 from autotune.measurement.marks import watched_step
-from autotune.measurement.measure import PhaseReport, seed_everything, started
+from autotune.measurement.measure import PhaseReport, started
 from autotune.memory_margin import misfit
 from autotune.records import LoaderProbe, MemoryProbe, TrialRequest
 from autotune.stats import rate
 from autotune.surgery.batches import tensors
+from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window, samples_in
 from autotune.workload import UserFunctions

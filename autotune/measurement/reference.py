@@ -19,11 +19,11 @@ from autotune.measurement.determinism import (
     outputs_rounded,
     round_to,
 )
-from autotune.measurement.measure import seed_everything
 from autotune.measurement.runs import Difference, Run, Step, copied, difference, differences, run_steps, run_windows
 from autotune.measurement.seeds import Means, run_seeds
 from autotune.records import Conditions
 from autotune.surgery.batches import map_tensors
+from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window
 from autotune.workload import UserFunctions

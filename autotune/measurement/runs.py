@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from autotune.measurement.determinism import random_state
 from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers
-from autotune.measurement.measure import seed_everything
+from autotune.surgery.generators import random_state, seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window
 

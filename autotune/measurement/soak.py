@@ -14,11 +14,12 @@ from autotune.config import TrainingConfig
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, synchronize
 from autotune.measurement.compilation import compile_counts
-from autotune.measurement.measure import PhaseReport, Running, seed_everything, started
+from autotune.measurement.measure import PhaseReport, Running, started
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import Phase, SoakResult, TrialRequest
 from autotune.stats import rate
+from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window, samples_in
 from autotune.workload import UserFunctions

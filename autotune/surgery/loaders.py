@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ from torch.utils.data._utils import worker as _worker_module
 
 from autotune.errors import WorkloadError
 from autotune.surgery.batches import leading_size, tensors
+from autotune.surgery.generators import seed_everything
 
 DEFAULT_BATCH_SIZE = 32
 """For a bare data set, as many as that or as it has."""
@@ -160,22 +159,15 @@ def _shards(datasets: tuple[Any, Any], worker_init_fn: Callable[[int], Any] | No
             _worker_module._worker_info = _worker_module.WorkerInfo(
                 id=worker_id, num_workers=2, seed=0, dataset=dataset
             )
-            _seed_generators()
+            seed_everything(0)
             if worker_init_fn is not None:
                 worker_init_fn(worker_id)
-                _seed_generators()
+                seed_everything(0)
             iterator = iter(dataset)
             starts.append([_signature(sample) for sample, _ in zip(iterator, range(count), strict=False)])
     finally:
         _worker_module._worker_info = saved
     return starts[0] != starts[1]
-
-
-def _seed_generators() -> None:
-    random.seed(0)
-    torch.manual_seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
 
 
 def _signature(sample: Any) -> Any:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -14,9 +13,9 @@ from autotune.measurement.determinism import (
     dropout_off,
     eager,
     outputs_rounded,
-    random_state,
     round_to,
 )
+from autotune.surgery.generators import random_state
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -98,30 +97,6 @@ def test_dropout_off_leaves_batch_norm_in_training() -> None:
     with dropout_off(model):
         model(X)
     assert int(model[0].num_batches_tracked) == 1
-
-
-def draw_python() -> None:
-    random.random()
-
-
-def draw_torch() -> None:
-    torch.rand(1)
-
-
-def draw_numpy() -> None:
-    import numpy
-
-    numpy.random.rand()
-
-
-@pytest.mark.parametrize(("draw", "library"), [(draw_python, "python"), (draw_torch, "torch"), (draw_numpy, "numpy")])
-def test_random_state_tells_which_library_was_drawn_from(draw: Callable[[], None], library: str) -> None:
-    draw()
-    before = random_state()
-    assert random_state() == before
-    draw()
-    after = random_state()
-    assert {name for name in after if after[name] != before[name]} == {library}
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("bfloat16", 8), ("float16", 11), ("tf32", 11)])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autotune.failure import TrialFailure
-from autotune.measurement.measure import measure, seed_everything, started
+from autotune.measurement.measure import measure, started
 from autotune.records import Measurement, Phase
 from autotune.workload import UserFunctions
 from tests.measurement.programs import (
@@ -387,22 +387,6 @@ def test_the_peak_holds_what_a_step_takes_for_a_moment() -> None:
 
 
 # --- starting ---
-
-
-def test_seeding_covers_python_numpy_and_torch() -> None:
-    import random
-
-    import numpy
-
-    def drawn() -> tuple[float, float, float]:
-        return random.random(), float(numpy.random.rand()), float(torch.rand(1))
-
-    seed_everything(7)
-    first = drawn()
-    seed_everything(7)
-    assert drawn() == first
-    seed_everything(8)
-    assert all(a != b for a, b in zip(drawn(), first, strict=True))
 
 
 def test_the_same_seed_gives_the_same_losses() -> None:
