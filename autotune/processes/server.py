@@ -19,6 +19,7 @@ from types import FrameType
 
 from autotune.processes import child
 from autotune.processes.failures import import_failure
+from autotune.processes.output import shorten
 from autotune.processes.preparation import fork, fork_problem, import_user_module
 from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit, is_resource_tracker
 from autotune.processes.shared_memory import remove_left_by
@@ -44,12 +45,15 @@ _KILL_SECONDS = 30.0
 _SHOW_WHERE_SECONDS = 0.2
 _CLEANING_SECONDS = 1.0
 """For a resource tracker, once all that it works for are dead."""
+_OUTPUT_WATCH_MILLISECONDS = 500
+"""How often the size of a running trial's output is looked at."""
 
 
 @dataclass
 class _RunningTrial:
     pid: int
     report_descriptor: int
+    output_path: str
     exited: bool = False
     reports_open: bool = True
     unread: bytes = b""
@@ -140,7 +144,9 @@ class Server:
                 poll.register(descriptor, select.POLLIN)
             if self._trial is not None and self._trial.reports_open:
                 poll.register(self._trial.report_descriptor, select.POLLIN)
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            ready = {descriptor for descriptor, _ in poll.poll(_OUTPUT_WATCH_MILLISECONDS if self._trial else None)}
+            if self._trial is not None and not ready:
+                shorten(self._trial.output_path)
             status = None
             if wakeup_read in ready:
                 os.read(wakeup_read, 4096)
@@ -178,7 +184,7 @@ class Server:
         if pid == 0:
             self._become_trial(order, report_write, server)
         os.close(report_write)
-        self._trial = _RunningTrial(pid, report_read)
+        self._trial = _RunningTrial(pid, report_read, order.output_path)
 
     def _become_trial(self, order: TrialOrder, report_descriptor: int, server: int) -> None:
         try:
@@ -233,6 +239,7 @@ class Server:
         below = descendants(os.getpid(), except_below=self._kept)
         limits = [limit for process in below if (limit := exhausted_files_limit(process.pid)) is not None]
         survivors = self._kill_all()
+        shorten(self._trial.output_path)
         os.close(self._trial.report_descriptor)
         self._trial = None
         self._channel.send(TrialEnded(survivors, min(limits, default=None)))
