@@ -61,7 +61,9 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     model = training.model
     phase("compile")
     window = _first_window(training, request.facts_batch_size)
+    made_before = {name for name, _ in model.named_parameters()}
     loss, first_seconds = _timed_step(training, window)
+    _refuse_later_parameters(model, made_before)
     if not math.isfinite(loss):
         raise TrialFailure(
             "numerics",
@@ -124,6 +126,16 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
         fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention, *request.blocks),
     )
+
+
+def _refuse_later_parameters(model: nn.Module, made_before: set[str]) -> None:
+    """The optimizer was made before them."""
+    later = [name for name, _ in model.named_parameters() if name not in made_before]
+    if later:
+        raise WorkloadError(
+            f"the model makes parameters in its first step ({', '.join(later[:3])}), which no optimizer knows, so they are "
+            "not trained: make them where the model is made, or run one batch through it inside model_fn"
+        )
 
 
 def _convolution_ranks(model: nn.Module) -> tuple[int, ...]:

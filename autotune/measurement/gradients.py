@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 Gradients = dict[str, torch.Tensor | None]
-"""Parameter name to its gradient on the CPU in fp32; None where it has none."""
+"""Parameter name to its gradient on the CPU in fp32, complex ones as pairs of numbers; None where it has none."""
 
 SMALL_SHARE = 1e-4
 """Tensors whose gradient is below this share of the largest are left out of the per-tensor gate: a bias before BatchNorm
@@ -32,6 +32,11 @@ class Comparison:
     """Parameters with a gradient other than zero in the reference, however small, and none in the candidate."""
     vanished: tuple[str, ...] = ()
     """Parameters that count, whose gradient is there and next to nothing."""
+
+
+def in_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as a view of its real and imaginary parts; any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def compare(reference: Gradients, candidate: Gradients) -> Comparison:
@@ -94,8 +99,8 @@ def first_not_finite(gradients: Gradients) -> str | None:
 def compare_buffers(reference: dict[str, torch.Tensor], candidate: dict[str, torch.Tensor]) -> dict[str, float]:
     """The relative error of each buffer; of counters and other whole numbers 1 where they differ at all."""
     errors: dict[str, float] = {}
-    for name, expected in reference.items():
-        got = candidate[name]
+    for name, buffer in reference.items():
+        expected, got = in_real_numbers(buffer), in_real_numbers(candidate[name])
         if not expected.dtype.is_floating_point:
             errors[name] = float(not torch.equal(got, expected))
             continue

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -95,8 +95,12 @@ class Reference:
     def reuse_if_stateless(self, run: Run, windows: list[Window]) -> None:
         """Keeps the training for further runs where it gives the gradients of the last `run` again.
 
-        A model may count its calls and behave by the count; most do not, and building one takes seconds.
+        A model may count its calls and behave by the count; most do not, and building one takes seconds. One whose
+        buffers come or grow while it runs takes the first weights no more.
         """
+        assert self._latest is not None
+        if _shapes(self._latest.model.state_dict()) != _shapes(self.weights):
+            return
         self._reusable = self._latest
         again = self.step(windows[0])
         if difference(run.steps[0], again).gradients.relative_error > SAME_AGAIN:
@@ -132,6 +136,10 @@ class Reference:
     def _built(self) -> Training:
         seed_everything(0)
         return Training(self._functions, TrainingConfig({}), self._conditions)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
 def _rounded(window: Window, kind: str) -> Window:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers
+from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers, in_real_numbers
 from autotune.surgery.generators import random_state, seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window
@@ -137,7 +137,7 @@ def _take_up(training: Training, teacher: Step) -> None:
         if wanted is None or parameter.grad is None:
             continue
         if parameter.grad.layout == torch.strided:
-            parameter.grad.copy_(wanted)
+            in_real_numbers(parameter.grad).copy_(wanted)
         else:
             parameter.grad = wanted.to(parameter.device, parameter.dtype).sparse_mask(parameter.grad.coalesce())
         if scale != 1.0:
@@ -150,7 +150,9 @@ def _take_up(training: Training, teacher: Step) -> None:
 def _gradients(training: Training) -> Gradients:
     scale = _scale(training)
     return {
-        name: None if parameter.grad is None else parameter.grad.detach().to_dense().float().cpu() / scale
+        name: None
+        if parameter.grad is None
+        else in_real_numbers(parameter.grad.detach().to_dense()).float().cpu() / scale
         for name, parameter in training.model.named_parameters()
     }
 
@@ -239,13 +241,13 @@ def parameter_changes(reference: Run, training: Training) -> dict[str, Parameter
         name: ParameterChange(
             off=_distance(parameter.detach().cpu(), expected),
             moved=reference.moved[name],
-            size=float(torch.linalg.vector_norm(expected.float())),
+            size=float(torch.linalg.vector_norm(in_real_numbers(expected).float())),
             resolution=torch.finfo(expected.dtype).eps,
         )
         for name, parameter in training.model.named_parameters()
-        if parameter.requires_grad and (expected := reference.parameters[name]).dtype.is_floating_point
+        if parameter.requires_grad and in_real_numbers(expected := reference.parameters[name]).dtype.is_floating_point
     }
 
 
 def _distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.float() - other.float()))
+    return float(torch.linalg.vector_norm(in_real_numbers(tensor).float() - in_real_numbers(other).float()))

@@ -267,3 +267,21 @@ def test_an_error_in_the_users_loss_passes_through() -> None:
 
     with pytest.raises(ZeroDivisionError, match="theirs"):
         facts_of(program(loss_fn=broken))
+
+
+class MakesALayerLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "later"):
+            self.later = nn.Linear(WIDTH, 1)
+        return self.inner(x) + self.later(x)
+
+
+def test_parameters_that_no_optimizer_knows_are_told() -> None:
+    with pytest.raises(
+        WorkloadError, match=r"in its first step \(later.weight, later.bias\), which no optimizer knows"
+    ):
+        facts_of(program(MakesALayerLater))

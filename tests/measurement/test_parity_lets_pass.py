@@ -329,3 +329,44 @@ def test_small_models_of_all_kinds_pass(seed: int) -> None:
         result = parity(small_program(seed), **changes)
         assert_passed(result)
         assert result.update_error < 1e-5
+
+
+class Complex(nn.Module):
+    """A complex layer, and a complex buffer that follows what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 4, dtype=torch.complex64))
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = x.float().to(torch.complex64) @ self.weight
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(spectrum.mean(0))
+        return self.head(spectrum.abs())
+
+
+def test_complex_numbers_are_compared_whole() -> None:
+    result = parity(program(Complex), optimizer_impl="foreach")
+    assert_passed(result)
+    assert result.relative_error < 1e-6
+    assert_passed(parity(program(Complex), precision="bf16"))
+
+
+class Grows(nn.Module):
+    """A queue of what it saw, and a cache that is made in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+        self.register_buffer("queue", torch.zeros(0, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.queue = torch.cat([self.queue, x.detach().float()])[-20:]
+        self.register_buffer("cache", x.detach().float().mean(0))
+        return self.inner(x)
+
+
+def test_buffers_may_come_and_grow() -> None:
+    assert_passed(parity(program(Grows), precision="bf16"))
