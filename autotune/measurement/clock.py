@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,11 +24,16 @@ def synchronize(device: torch.device) -> None:
 
 def endless(loader: Iterable[Window]) -> Iterator[Window]:
     """The loader's windows, pass after pass. Raises `WorkloadError` for a pass without one."""
-    while True:
+    for number in count():
         empty = True
         for window in loader:
             empty = False
             yield window
+        if empty and number:
+            raise WorkloadError(
+                "the loader gives batches in its first pass and none in a later one: have the data set's __iter__ (or the "
+                "sampler's) begin anew each time, instead of returning an iterator that was made once"
+            )
         if empty:
             raise WorkloadError(
                 "the loader gives not one full optimizer step: the data set is empty, or it holds fewer samples than the "
@@ -56,8 +62,8 @@ class BlockClock:
         synchronize(self.device)
         start = time.perf_counter()
         while steps < goal_steps or (self.device.type == "cpu" and time.perf_counter() - start < minimum_seconds):
-            count, step_weight = step()
-            samples += count
+            drawn, step_weight = step()
+            samples += drawn
             steps += 1
             if step_weight is not None:
                 weight = step_weight if weight is None else weight + step_weight
@@ -77,7 +83,7 @@ class BlockClock:
 
     def rates(self) -> list[float]:
         """Samples per second of each block."""
-        return [count / seconds for count, seconds in zip(self.samples, self.seconds, strict=True)]
+        return [drawn / seconds for drawn, seconds in zip(self.samples, self.seconds, strict=True)]
 
     def blocks(self, first: int = 0) -> Blocks:
         """The raw blocks, from number `first` on."""
