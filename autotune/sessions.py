@@ -219,12 +219,15 @@ def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace
 
 @contextmanager
 def scratch(options: SearchOptions) -> Iterator[SearchOptions]:
-    """The options with a directory of their own; it stays where something failed, for the output that is in it."""
+    """The options with a directory of their own, which stays where an error names a file in it."""
     directory = Path(tempfile.mkdtemp(prefix="autotune-"))
     try:
         yield dataclasses.replace(options, study=directory)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or not any(directory.iterdir()):
+    except Exception as error:
+        if directory.name not in f"{error} {getattr(error, 'detail', '')}":
             shutil.rmtree(directory, ignore_errors=True)
+        raise
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory, ignore_errors=True)
