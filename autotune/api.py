@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from autotune import __version__
@@ -87,12 +89,16 @@ def fit(
     there is no answer for another reason, `SearchInterrupted` (a KeyboardInterrupt) after Ctrl-C, with the best so far.
     """
     _refuse_in_a_child("fit")
+    _refuse_other("space", space, str, "the name of a space or the path of its file")
+    _refuse_other("fix", fix, (Mapping, NoneType), 'names with values, such as {"batch_size": 32}')
+    _refuse_other("study", study, (str, os.PathLike), "the path of a directory")
+    _refuse_other("on_trial", on_trial, (Callable, NoneType), "a function of (trial, speedup)")
     options = SearchOptions(
         budget_seconds=_seconds(budget),
         trials=trials,
         space=space,
-        only=parse_names(only) if isinstance(only, str) else tuple(only),
-        blocks=parse_names(blocks) if isinstance(blocks, str) else tuple(blocks),
+        only=_names("only", only),
+        blocks=_names("blocks", blocks),
         fixed={name: value_text(value) for name, value in (fix or {}).items()},
         global_batch_size=global_batch_size,
         free_batch=free_batch,
@@ -111,6 +117,19 @@ def fit(
         return search(workload, options, watcher if on_trial is None else CallingWatcher(watcher, on_trial))
 
 
+def _refuse_other(name: str, given: object, kind: Any, words: str) -> None:
+    """One sentence for an argument of another kind, before anything is started."""
+    if not isinstance(given, kind):
+        raise UserError(f"{name} must be {words}, not {given!r}")
+
+
+def _names(name: str, given: str | tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return parse_names(given)
+    _refuse_other(name, given, (tuple, list), "names, in a tuple or in one text with commas between them")
+    return tuple(given)
+
+
 def _refuse_in_a_child(called: str) -> None:
     if os.environ.get("AUTOTUNE_CHILD"):
         raise UserError(
@@ -126,7 +145,10 @@ def _workload(*functions: Callable[..., Any] | None) -> Workload:
 
 
 def _seconds(budget: str | float) -> float:
-    return parse_duration(budget) if isinstance(budget, str) else float(budget)
+    if isinstance(budget, str):
+        return parse_duration(budget)
+    _refuse_other("budget", budget, Real, 'a time such as "10m", or a number of seconds')
+    return float(budget)
 
 
 @contextmanager

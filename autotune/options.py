@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,6 +22,10 @@ HOLDING: frozenset[VerifyOutcome] = frozenset({"holds", "holds_differently"})
 """The outcomes that say: the recommendation is still worth following."""
 VERIFY_BUDGET_SECONDS = 300.0
 """What `verify` may take by default; it ends as soon as the answer is clear."""
+
+
+FRACTIONS = ("budget", "memory_margin", "clip_grad_norm")
+"""The numbers that need not be whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +77,11 @@ class SearchOptions:
             "train_samples": self.train_samples,
             "clip_grad_norm": self.clip_grad_norm,
         }
+        for name, number in {**above_zero, "memory_margin": self.memory_margin, "seed": self.seed}.items():
+            _refuse_no_number(name, number)
         for name, number in above_zero.items():
-            if number is not None and not number > 0:
-                raise UserError(f"{name} must be above 0, not {number}")
+            if number is not None and not 0 < number < math.inf:
+                raise UserError(f"{name} must be above 0, not {number}" if number != math.inf else f"{name} has no end")
         if not 0 <= self.memory_margin < 1:
             raise UserError(
                 f"memory_margin is a share of at least 0 and below 1, such as 0.05, not {self.memory_margin}"
@@ -86,6 +94,12 @@ class SearchOptions:
             raise UserError(f"device must be {' or '.join(get_args(DeviceKind))}, not {self.device!r}")
         if self.free_batch and self.global_batch_size is not None:
             raise UserError("global_batch_size holds a batch, and free_batch holds none; give one of them")
+
+
+def _refuse_no_number(name: str, number: object) -> None:
+    kind, words = (Real, "a number") if name in FRACTIONS else (Integral, "a whole number")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, kind)):
+        raise UserError(f"{name} must be {words}, not {number!r}")
 
 
 class RefusedValue(Record):

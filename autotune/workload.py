@@ -76,6 +76,11 @@ def workload_from_target(target: str) -> Workload:
 
     Reads the file's text, to find out which functions it defines, but does not run it. Raises `WorkloadError`.
     """
+    if any("\ud800" <= letter <= "\udfff" for letter in target):  # how Python reads bytes that it cannot decode
+        raise WorkloadError(
+            f"{target!a} is no text in this locale's encoding ({sys.getfilesystemencoding()}); set LC_ALL=C.UTF-8, or "
+            "rename the file"
+        )
     is_file = target.endswith(".py") or os.sep in target
     path = Path(target) if is_file else _module_file(target)
     search_path = (str(path.resolve().parent),) if is_file else (os.getcwd(),)

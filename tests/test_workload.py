@@ -138,6 +138,10 @@ def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
         ("no_such_module_anywhere", "no module named 'no_such_module_anywhere' here; give a path that ends in .py"),
         ("no_such_package_anywhere.module", "no module named 'no_such_package_anywhere.module' here"),
         ("sys", "no module named 'sys' here"),
+        (
+            "tr\udce4in.py",
+            "'tr\\udce4in.py' is no text in this locale's encoding (utf-8); set LC_ALL=C.UTF-8, or rename",
+        ),
     ],
 )
 def test_a_target_that_is_not_there_is_an_error(target: str, message: str) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from autotune.config import TrainingConfig
 from autotune.processes.output import KEPT_BYTES, LARGEST_BYTES, shorten
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, PhaseTimeouts, TrialRequest
+from autotune.workload import Workload
 
 PRINTS = """
 import time, torch
@@ -43,7 +45,9 @@ def test_of_what_grows_too_large_the_end_is_kept_and_writing_goes_on(tmp_path: P
     assert kept.endswith(b"xend\nmore\n")
 
 
-def test_a_trial_that_prints_without_end_fills_no_disk(tmp_path: Path, file_workload) -> None:
+def test_a_trial_that_prints_without_end_fills_no_disk(
+    tmp_path: Path, file_workload: Callable[[str], Workload]
+) -> None:
     with TrialPool(file_workload(PRINTS), tmp_path) as pool:
         answer = pool.run(
             TrialRequest(
