@@ -66,12 +66,30 @@ LoadApi = Callable[[], Api]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; `--help` and `--version` leave through SystemExit(0)."""
+    _open_what_is_closed()
     endings = _Endings()
     endings.hear()
     exit_code = run(list(sys.argv[1:] if argv is None else argv), _import_api)
     if exit_code == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: one more ends Python's own ending, without a word
     return 128 + endings.received if exit_code == INTERRUPTED and endings.received else exit_code
+
+
+def _open_what_is_closed() -> None:
+    """Where a shell or a service has closed stdin, stdout or stderr, they lead nowhere instead.
+
+    What is opened next would take their place otherwise, and be written to by what prints.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class _Endings:

@@ -220,7 +220,10 @@ def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace
 @contextmanager
 def scratch(options: SearchOptions) -> Iterator[SearchOptions]:
     """The options with a directory of their own, which stays where an error names a file in it."""
-    directory = Path(tempfile.mkdtemp(prefix="autotune-"))
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="autotune-"))
+    except FileNotFoundError as error:  # it tries several, and says which
+        raise UserError(f"{error.strerror}: make room in one of them, or set TMPDIR to another") from None
     try:
         yield dataclasses.replace(options, study=directory)
     except Exception as error:

@@ -228,3 +228,15 @@ def test_a_directory_of_its_own_stays_only_where_an_error_leads_into_it(told: st
         raise UserError(f"it failed: {told.format(options.study)}")
     assert options.study.is_dir() == stays, caught
     shutil.rmtree(options.study, ignore_errors=True)
+
+
+def test_where_no_temporary_directory_can_be_used_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_usable(prefix: str) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.mkdtemp", none_usable)
+    with (
+        pytest.raises(UserError, match="found in .* make room in one of them, or set TMPDIR"),
+        scratch(SearchOptions()),
+    ):
+        pass

@@ -323,3 +323,10 @@ def test_a_reader_that_has_seen_enough_is_no_complaint() -> None:
     command = f"{sys.executable} -m autotune.cli knobs | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
+def test_streams_that_are_closed_lead_nowhere(closed: str) -> None:
+    command = f'"{sys.executable}" -m autotune.cli spaces {closed}'
+    ended = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
