@@ -214,7 +214,8 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
     is_baseline = config == session.baseline
     if session.budget.left() < FEWEST_SOAK_SECONDS:
         if not is_baseline:
-            session.warnings.append("no time was left for the soak: the recommendation ran for its measurements only")
+            whose = "the recommendation" if session.allowed(config) else "the answer with another batch"
+            session.warnings.append(f"no time was left for a soak of {whose}: it ran for its measurements only")
         return True
     answer = session.probe("soak", config)
     failure = None if is_baseline else _held_against(session, answer)
