@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from autotune.config import TrainingConfig, settings_text
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
-from autotune.search.answers import settled
+from autotune.search.answers import PROCESS_SPREAD, settled
 from autotune.search.pace import Pace, slow_to_start
 from autotune.search.session import Session, parity_failure
 from autotune.stats import FEWEST_ROUNDS
@@ -18,6 +20,8 @@ NEAR_BEST = 0.93
 """A configuration slower than this share of the best in its first measurement is no finalist."""
 ALIKE = 1.01
 """First measurements this close to the best are no better and no worse than it."""
+LARGEST_HALF_WIDTH = 0.03
+"""A measurement that spreads by more says too little to be preferred to a better one for being simpler."""
 LARGEST_RESERVE = 0.45
 """Share of the budget that the confirmation may keep for itself."""
 FEWEST_SOAK_SECONDS = 5.0
@@ -165,25 +169,44 @@ def _ahead(session: Session) -> list[TrainingConfig]:
 def _best_few(session: Session, candidates: list[Trial], count: int) -> list[TrainingConfig]:
     """Of the candidates, best first: the best that beat the baseline and train the same, at most so many.
 
-    Of those that are as good as each other, as far as one measurement tells, the simplest alone: the others could win by
-    noise.
+    Of those that are as good as each other, as far as one measurement tells, the simplest comes first. Those within a
+    hair of it take no part, for they could win by noise; of the others their rounds tell.
     """
     base = session.baseline_trial()
     assert base is not None and base.measurement is not None
     at_least = session.score(base)
     found: list[TrainingConfig] = []
     while candidates and len(found) < count and session.score(candidates[0]) > at_least:
-        alike = [trial for trial in candidates if session.score(trial) * ALIKE >= session.score(candidates[0])]
+        top = candidates[0]
+        alike = [trial for trial in candidates if _is_alike(session, trial, top)]
         simplest = min(alike, key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
         if simplest.config == session.baseline:
             break
         if _trains_the_same(session, simplest):
             found.append(simplest.config)
             at_least = max(at_least, NEAR_BEST * session.score(simplest))
-            candidates = [trial for trial in candidates if trial not in alike]
+            own = session.score(simplest)
+            candidates = [t for t in candidates if not own / ALIKE <= session.score(t) <= own * ALIKE]
         else:
             candidates = [trial for trial in candidates if trial is not simplest]
     return found
+
+
+def _is_alike(session: Session, trial: Trial, best: Trial) -> bool:
+    """Whether one measurement each does not tell them apart: by their own intervals and what processes differ by."""
+    if session.score(trial) * ALIKE >= session.score(best):
+        return True
+    if session.settings.objective == "memory":
+        return False
+    own = [_half_width(one) for one in (trial, best)]
+    return session.score(trial) * (1 + math.hypot(*own, PROCESS_SPREAD, PROCESS_SPREAD)) >= session.score(best)
+
+
+def _half_width(trial: Trial) -> float:
+    """Of the trial's 95 % interval, as a share of its rate; no more than what tells nothing."""
+    measurement = trial.measurement
+    assert measurement is not None
+    return min(LARGEST_HALF_WIDTH, measurement.interval[1] / measurement.samples_per_second - 1)
 
 
 def _trains_the_same(session: Session, trial: Trial) -> bool:

@@ -70,6 +70,20 @@ def test_of_those_that_one_measurement_cannot_tell_apart_the_simplest_takes_part
     assert rounds_of(search, {**BF16, "num_workers": 2}) == rounds_of(search, {**BF16, "pin_memory": True}) == 0
 
 
+def test_where_there_is_time_for_one_the_simpler_of_two_that_noise_does_not_tell_apart_is_confirmed(
+    new_directory: NewDirectory,
+) -> None:
+    """Compiled it looks 2 % faster, less than processes differ by."""
+    compiled = {**BF16, "compile_mode": "default"}
+    speedups = {("precision", "bf16"): 4.0, ("compile_mode", "default"): 1.02}
+    program = replace(PROGRAM, sample_speedups=speedups, process_spread=0.0, block_spread=0.001)
+    hurried = confirmed(new_directory(), BF16, compiled, program=program, budget_seconds=45.0)
+    assert rounds_of(hurried, BF16) > rounds_of(hurried, compiled) == 0
+    assert best(hurried) == hurried.space.baseline.replace(BF16)
+    patient = confirmed(new_directory(), BF16, compiled, program=program, budget_seconds=1000.0)
+    assert rounds_of(patient, BF16) == rounds_of(patient, compiled) >= 3
+
+
 def test_more_rounds_where_the_noise_is_larger(new_directory: NewDirectory) -> None:
     noisy = replace(PROGRAM, process_spread=0.05, block_spread=0.05, sample_speedups={("precision", "bf16"): 1.08})
     search = confirmed(new_directory(), BF16, program=noisy, budget_seconds=2000.0)
