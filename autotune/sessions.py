@@ -99,6 +99,11 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
         )
         session.warnings.extend(others)
         session.resume()
+        if session.trials:
+            watcher.note(
+                f"going on with {options.study}: {len(session.trials)} trials are there from an earlier call; --fresh "
+                "(fresh=True) starts over"
+            )
         if study.trials_of_others and not session.trials:
             watcher.note(
                 f"the {study.trials_of_others} trials in {options.study} do not count here: space, knobs, limits or "

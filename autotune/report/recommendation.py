@@ -271,6 +271,6 @@ def _next_commands(study: Path) -> Verbatim:
         (
             f"autotune export {best} --to python",
             f"autotune show {shlex.quote(str(study))}",
-            f"optuna-dashboard {shlex.quote(f'sqlite:///{study}/study.db')}",
+            f"optuna-dashboard {shlex.quote(f'sqlite:///{study}/study.db')}  # extra: dashboard",
         ),
     )

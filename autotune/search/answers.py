@@ -207,7 +207,7 @@ def _rates(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[list[float
 def _moderated_ratio(pairs: Sequence[tuple[Measurement, Measurement]], confidence: float) -> Ratio:
     """From few rounds, which do not show well how far processes differ: what is expected of them counts as so many more.
 
-    A moderated t interval (G. K. Smyth, 2004), to which the spread within the processes is added.
+    To that the spread within the processes is added.
     """
     looks = [ratio_from_intervals(a.samples_per_second, a.interval, b.samples_per_second, b.interval) for a, b in pairs]
     logs = [math.log(one) for one, _ in looks]
@@ -215,20 +215,37 @@ def _moderated_ratio(pairs: Sequence[tuple[Measurement, Measurement]], confidenc
     value = math.exp(mean)
     if any(low <= 0 or high >= sys.float_info.max for _, (low, high) in looks):
         return Ratio(value=value, interval=UNKNOWN)
-    degrees = EXPECTED_DEGREES + rounds - 1
-    expected = EXPECTED_DEGREES * 2 * PROCESS_SPREAD**2
-    variance = (expected + math.fsum((one - mean) ** 2 for one in logs)) / degrees
-    between = student_t(confidence, degrees) * math.sqrt(variance / rounds)
+    between = _between_processes(logs, 2 * PROCESS_SPREAD**2, confidence)
     below = math.hypot(between, max(math.log(one / low) for one, (low, _) in looks) / math.sqrt(rounds))
     above = math.hypot(between, max(math.log(high / one) for one, (_, high) in looks) / math.sqrt(rounds))
     return Ratio(value=value, interval=(value * math.exp(-below), value * math.exp(above)))
 
 
 def _joint_rate(measurements: Sequence[Measurement]) -> tuple[float, tuple[float, float]]:
-    """Over several processes each is one block; within one, its own interval."""
+    """Over several processes each is one block; within one, its own interval.
+
+    Two processes hardly show how far processes differ, so what is expected of them counts there too.
+    """
     if len(measurements) == 1:
         return measurements[0].samples_per_second, measurements[0].interval
-    return rate([sum(one.blocks.samples) for one in measurements], [sum(one.blocks.seconds) for one in measurements])
+    value, interval = rate(
+        [sum(one.blocks.samples) for one in measurements], [sum(one.blocks.seconds) for one in measurements]
+    )
+    if len(measurements) < FEWEST_ROUNDS:
+        logs = [math.log(one.samples_per_second) for one in measurements]
+        half_width = _between_processes(logs, PROCESS_SPREAD**2, 0.95)
+        interval = value * math.exp(-half_width), value * math.exp(half_width)
+    return value, interval
+
+
+def _between_processes(logs: Sequence[float], expected_variance: float, confidence: float) -> float:
+    """Half the width of a moderated t interval (G. K. Smyth, 2004) of the mean of these logarithms: the variance that is
+    expected counts as `EXPECTED_DEGREES` more looks."""
+    rounds, mean = len(logs), math.fsum(logs) / len(logs)
+    degrees = EXPECTED_DEGREES + rounds - 1
+    squares = math.fsum((one - mean) ** 2 for one in logs)
+    variance = (EXPECTED_DEGREES * expected_variance + squares) / degrees
+    return student_t(confidence, degrees) * math.sqrt(variance / rounds)
 
 
 def _joint_weight_rate(measurements: Sequence[Measurement]) -> tuple[float | None, tuple[float, float] | None]:

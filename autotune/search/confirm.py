@@ -163,7 +163,9 @@ def _ahead(session: Session) -> list[TrainingConfig]:
     best = session.best()
     if free and (best is None or session.score(free[0]) > session.score(best)):
         finalists += _best_few(session, free, 1)
-    return finalists
+    # What an earlier call found best takes part where there is time, so that it is compared in the same rounds.
+    earlier = session.results().best().config
+    return finalists if earlier in (session.baseline, *finalists) else [*finalists, earlier]
 
 
 def _best_few(session: Session, candidates: list[Trial], count: int) -> list[TrainingConfig]:
@@ -193,10 +195,12 @@ def _best_few(session: Session, candidates: list[Trial], count: int) -> list[Tra
 
 
 def _is_alike(session: Session, trial: Trial, best: Trial) -> bool:
-    """Whether one measurement each does not tell them apart: by their own intervals and what processes differ by."""
+    """Whether one measurement each does not tell them apart; where the better one has to be compiled and the other has
+    not, also by their own intervals and what processes differ by: a compilation wants to be worth its minutes."""
     if session.score(trial) * ALIKE >= session.score(best):
         return True
-    if session.settings.objective == "memory":
+    saves_a_compilation = slow_to_start(best.config) and not slow_to_start(trial.config)
+    if not saves_a_compilation or session.settings.objective == "memory":
         return False
     own = [_half_width(one) for one in (trial, best)]
     return session.score(trial) * (1 + math.hypot(*own, PROCESS_SPREAD, PROCESS_SPREAD)) >= session.score(best)

@@ -158,6 +158,14 @@ def test_two_rounds_that_disagree_show_a_wide_interval() -> None:
     assert not found.keep
 
 
+def test_the_rate_of_two_processes_has_an_interval_that_says_something() -> None:
+    """Student's t with one degree of freedom would say 400 to 9,000."""
+    found = recommended(started().rounds(BF16, [2540, 1770], [1000, 1000]))
+    low, high = found.best.interval
+    assert 1200 < low < 1770
+    assert 2540 < high < 3800
+
+
 def test_nothing_measured_but_the_baseline_is_keep() -> None:
     found = recommended(started())
     assert found.keep
