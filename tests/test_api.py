@@ -31,7 +31,7 @@ WITHOUT_GUARD = (
 print("the script starts", flush=True)
 closed_over = [loss_fn, 1.0]
 best = autotune.fit(
-    model_fn, data_fn, loss_fn=lambda model, batch: closed_over[0](model, batch) * closed_over[1], budget=40, trials=2,
+    model_fn, data_fn, loss_fn=lambda model, batch: closed_over[0](model, batch) * closed_over[1], budget=60, trials=2,
     space="quick", only=("optimizer_impl",), study="here", quiet=True,
 )
 print(best.recommendation.verdict)
