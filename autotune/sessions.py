@@ -33,7 +33,7 @@ from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
 from autotune.search.session import Session
-from autotune.search.study import Study, workload_identity
+from autotune.search.study import Study, sampler_of, workload_identity
 from autotune.search.tables import DirectoryLock, refuse_unusable
 from autotune.search.watcher import SearchWatcher
 from autotune.space import SearchSpace, build_space, preset_objective, refuse_unknown
@@ -81,7 +81,7 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
                 space=space,
                 conditions=conditions,
                 objective=settings.objective,
-                sampler=options.strategy if options.strategy in ("gp", "random") else "tpe",
+                sampler=sampler_of(options.strategy),
                 machine_identity=machine.identity,
                 seed=options.seed,
                 fresh=options.fresh,

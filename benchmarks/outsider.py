@@ -22,7 +22,7 @@ from autotune.export.python import export
 from autotune.machine import read_machine_facts
 from autotune.nvml import gpu_used_bytes
 from autotune.processes.pool import TrialPool
-from autotune.records import Recommendation, TrialRequest
+from autotune.records import Answer, Recommendation, TrialRequest
 from autotune.result import load
 from autotune.search.pace import Pace
 from autotune.stats import ratio
@@ -87,31 +87,31 @@ def main() -> int:
     arguments = parser.parse_args()
     recommendation = load(arguments.best).recommendation
     target = recommendation.reference.location
-    configs = {"yours": recommendation.baseline.config, "recommended": recommendation.best.config}
-    own: dict[str, list[float]] = {which: [] for which in configs}
-    outside: dict[str, list[dict[str, float]]] = {which: [] for which in configs}
+    answers = {"yours": recommendation.baseline, "recommended": recommendation.best}
+    own: dict[str, list[float]] = {which: [] for which in answers}
+    outside: dict[str, list[dict[str, float]]] = {which: [] for which in answers}
     machine = read_machine_facts()
     with tempfile.TemporaryDirectory() as scratch:
         used = gpu_used_bytes if machine.gpus else None
         workload = workload_from_target(target)
         with TrialPool(workload, Path(scratch), warm_compiler=True, gpu_used_bytes=used) as pool:
             for _ in range(arguments.rounds):
-                for which, config in configs.items():
-                    own[which].append(measured(pool, recommendation, config))
-                    outside[which].append(timed_outside(Path(scratch), recommendation, config, arguments.seconds))
+                for which, answer in answers.items():
+                    own[which].append(measured(pool, recommendation, answer.config))
+                    outside[which].append(timed_outside(Path(scratch), recommendation, answer, arguments.seconds))
     content: dict[str, Any] = {
         "name": f"outsider_{Path(target).stem}",
         "command": f"python benchmarks/outsider.py BEST.json --rounds {arguments.rounds} --seconds {arguments.seconds:g}",
         "machine": machine.model_dump(mode="json", exclude={"identity"}),
         "target": f"{Path(target).parent.name}/{Path(target).name}",
         "configurations": {
-            which: {"config": dict(config), "autotune": own[which], "outsider": outside[which]}
-            for which, config in configs.items()
+            which: {"config": dict(answer.config), "autotune": own[which], "outsider": outside[which]}
+            for which, answer in answers.items()
         },
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / f"{content['name']}.json").write_text(json.dumps(content, indent=1) + "\n")
-    for which in configs:
+    for which in answers:
         rates = [one["samples"] / one["seconds"] for one in outside[which]]
         value, (low, high) = ratio(own[which], rates)
         print(
@@ -140,16 +140,12 @@ def measured(pool: TrialPool, recommendation: Recommendation, config: TrainingCo
     return answer.measurement.samples_per_second
 
 
-def timed_outside(
-    scratch: Path, recommendation: Recommendation, config: TrainingConfig, seconds: float
-) -> dict[str, float]:
+def timed_outside(scratch: Path, recommendation: Recommendation, answer: Answer, seconds: float) -> dict[str, float]:
     """What the clock saw around the exported script."""
     script = scratch / "plain.py"
-    script.write_text(export(recommendation, config))
+    script.write_text(export(recommendation, answer.config))
     length = recommendation.workload.dataset_length
-    batch = recommendation.best.effective_batch_size
-    if config == recommendation.baseline.config:
-        batch = recommendation.baseline.effective_batch_size
+    batch = answer.effective_batch_size
     assert length is not None, "the outsider counts samples by the length of the data set"
     full, rest = divmod(length, batch)
     dropped = recommendation.workload.drop_last or not rest

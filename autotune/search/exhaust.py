@@ -7,16 +7,17 @@ from collections.abc import Iterator
 
 from autotune.config import TrainingConfig
 from autotune.search.session import Session
+from autotune.space import SearchSpace
 
 
-def exhaust(session: Session) -> int:
+def exhaust(session: Session) -> None:
     """Measures what was not measured yet and does not conflict, until the budget's reserve is reached; the same command
-    goes on from there. Returns how many points are left.
+    goes on from there.
 
     Nothing is left out because it is expected to fail or to be slow, and nothing is stopped early: out of memory is a
     point of the table like any other.
     """
-    points = [config for config in every_point(session) if session.space.conflict(config) is None]
+    points = [config for config in every_point(session.space) if session.space.conflict(config) is None]
     session.watcher.stage("explore", f"all {len(points)} points of the space")
     left = len(points)
     for config in points:
@@ -29,12 +30,10 @@ def exhaust(session: Session) -> int:
         session.skipped.append(
             f"{left} of {len(points)} points are not measured yet; the same command goes on with them"
         )
-    return left
 
 
-def every_point(session: Session) -> Iterator[TrainingConfig]:
+def every_point(space: SearchSpace) -> Iterator[TrainingConfig]:
     """The space's points, those that differ in the first knobs alone next to each other."""
-    choices = session.space.choices
-    names = list(reversed(choices))
-    for values in itertools.product(*(choices[name] for name in names)):
+    names = list(reversed(space.choices))
+    for values in itertools.product(*(space.choices[name] for name in names)):
         yield TrainingConfig(dict(zip(names, values, strict=True)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS
 from autotune.search.loader import IDLE_SHARE, loader_share
@@ -21,20 +23,37 @@ def explore(session: Session) -> int:
     differently are not run; the sampler is told so and learns the region.
     """
     session.watcher.stage("explore", "points that the sampler proposes")
-    measured = refused = 0
+    measured = 0
     for config in session.study.interrupted:
         if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
             session.measure(config, "explore")
             measured += 1
-    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW and not _saturated(session):
+    return measured + _run_proposals(session, refuse=_not_worth_it, ended=_saturated)
+
+
+def sample(session: Session) -> None:
+    """A sampler by itself, for comparison: proposals from the first trial on, until the budget's reserve is reached.
+
+    What conflicts or is known not to fit is not run; no rule of ours takes anything else away from it.
+    """
+    session.watcher.stage("explore", "points that the sampler proposes, from the start")
+    _run_proposals(session, refuse=Session.obstacle, ended=lambda session: False)
+
+
+def _run_proposals(
+    session: Session,
+    *,
+    refuse: Callable[[Session, TrainingConfig], str | None],
+    ended: Callable[[Session], bool],
+) -> int:
+    """Measures what the sampler proposes, unless it is refused with a reason or longer than what is left. Returns how
+    many were measured."""
+    measured = refused = 0
+    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW and not ended(session):
         config = session.study.propose()
         if session.study.knows(config):
             break
-        reason = session.obstacle(config)
-        if reason is None and session.obstacles.is_bold(config):
-            reason = "more than twice the largest batch that ran with any settings"
-        if reason is None and _loads_otherwise_for_nothing(session, config):
-            reason = "the same step was measured, and loading it otherwise makes nothing better"
+        reason = refuse(session, config)
         if reason is None and not session.affords(config):
             reason = "longer than what is left"
         if reason is not None:
@@ -47,24 +66,14 @@ def explore(session: Session) -> int:
     return measured
 
 
-def sample(session: Session) -> None:
-    """A sampler by itself, for comparison: proposals from the first trial on, until the budget's reserve is reached.
-
-    What conflicts or is known not to fit is not run; no rule of ours takes anything else away from it.
-    """
-    session.watcher.stage("explore", "points that the sampler proposes, from the start")
-    refused = 0
-    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW:
-        config = session.study.propose()
-        if session.study.knows(config):
-            break
-        reason = session.obstacle(config) or (None if session.affords(config) else "longer than what is left")
-        if reason is not None:
-            session.study.reject(reason)
-            refused += 1
-            continue
-        refused = 0
-        session.measure(config, "explore")
+def _not_worth_it(session: Session, config: TrainingConfig) -> str | None:
+    """Why a proposal is not run, in words; None where it is."""
+    reason = session.obstacle(config)
+    if reason is None and session.obstacles.is_bold(config):
+        reason = "more than twice the largest batch that ran with any settings"
+    if reason is None and _loads_otherwise_for_nothing(session, config):
+        reason = "the same step was measured, and loading it otherwise makes nothing better"
+    return reason
 
 
 def _loads_otherwise_for_nothing(session: Session, config: TrainingConfig) -> bool:

@@ -32,7 +32,7 @@ from autotune.config import TrainingConfig, Value
 from autotune.errors import UserError
 from autotune.interrupts import interrupts_held
 from autotune.options import Objective
-from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
+from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Strategy, Trial, WorkloadFacts, WorkloadReference
 from autotune.search.tables import (
     BUSY_TIMEOUT_SECONDS,
     DATABASE_NAME,
@@ -423,6 +423,11 @@ class _Proposals:
         if drawn in choices:
             return drawn
         return min(choices, key=lambda value: abs(math.log1p(int(value)) - math.log1p(int(drawn))))
+
+
+def sampler_of(strategy: Strategy) -> Sampler:
+    """The sampler that a strategy asks for; where it names none, the one that explores after the stages."""
+    return strategy if strategy in ("gp", "random") else "tpe"
 
 
 def _made_sampler(name: Sampler, seed: int) -> optuna.samplers.BaseSampler:

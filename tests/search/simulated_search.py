@@ -26,7 +26,7 @@ from autotune.search.pace import pace_for
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
 from autotune.search.session import Session
-from autotune.search.study import Study
+from autotune.search.study import Study, sampler_of
 from autotune.search.watcher import QuietWatcher
 from autotune.space import SearchSpace, build_space
 from tests.search.simulated_machine import Program, SimulatedMachine
@@ -86,7 +86,7 @@ class SimulatedSearch:
         study = Study.open(
             self.directory, workload="aaaabbbbcccc", space=self.space, conditions=conditions, objective=self.objective,
             machine_identity=self.facts.machine.identity, seed=self.seed,
-            sampler=self.strategy if self.strategy in ("gp", "random") else "tpe",
+            sampler=sampler_of(self.strategy),
         )  # fmt: skip
         settings = Settings(
             objective=self.objective,

@@ -65,7 +65,7 @@ def test_a_gaussian_process_without_scipy_says_what_to_install(
 def test_exhaustive_measures_every_point_once_and_stops_none_early(new_directory: NewDirectory) -> None:
     outcome = searched("exhaustive", new_directory(), budget_seconds=1e6, **FEW)
     space = outcome.asked.space
-    points = [config for config in every_point(outcome.session) if space.conflict(config) is None]
+    points = [config for config in every_point(space) if space.conflict(config) is None]
     assert len(points) == len(knob("num_workers").choices(CPU.facts)) * len(knob("optimizer_impl").choices(CPU.facts))
     measured = [trial.config for trial in outcome.session.trials if trial.round is None]
     assert sorted(config.key for config in measured) == sorted(config.key for config in points)
