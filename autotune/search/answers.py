@@ -222,18 +222,22 @@ def _moderated_ratio(pairs: Sequence[tuple[Measurement, Measurement]], confidenc
 
 
 def _joint_rate(measurements: Sequence[Measurement]) -> tuple[float, tuple[float, float]]:
-    """Over several processes each is one block; within one, its own interval.
+    """Over several processes each is one block; within one, its own interval."""
+    if len(measurements) == 1:
+        return measurements[0].samples_per_second, measurements[0].interval
+    return _over_processes([(sum(one.blocks.samples), sum(one.blocks.seconds)) for one in measurements])
+
+
+def _over_processes(parts: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
+    """The rate of several processes, from what each did and the seconds that it took, with its 95 % interval.
 
     Two processes hardly show how far processes differ, so what is expected of them counts there too.
     """
-    if len(measurements) == 1:
-        return measurements[0].samples_per_second, measurements[0].interval
-    value, interval = rate(
-        [sum(one.blocks.samples) for one in measurements], [sum(one.blocks.seconds) for one in measurements]
-    )
-    if len(measurements) < FEWEST_ROUNDS:
-        logs = [math.log(one.samples_per_second) for one in measurements]
-        half_width = _between_processes(logs, PROCESS_SPREAD**2, 0.95)
+    value, interval = rate([amount for amount, _ in parts], [seconds for _, seconds in parts])
+    if len(parts) < FEWEST_ROUNDS:
+        half_width = _between_processes(
+            [math.log(amount / seconds) for amount, seconds in parts], PROCESS_SPREAD**2, 0.95
+        )
         interval = value * math.exp(-half_width), value * math.exp(half_width)
     return value, interval
 
@@ -254,4 +258,4 @@ def _joint_weight_rate(measurements: Sequence[Measurement]) -> tuple[float | Non
         return measurements[0].weight_per_second, None
     if len(measurements) == 1:
         return measurements[0].weight_per_second, measurements[0].weight_interval
-    return rate([sum(one.blocks.weights) for one in measurements], [sum(one.blocks.seconds) for one in measurements])
+    return _over_processes([(sum(one.blocks.weights), sum(one.blocks.seconds)) for one in measurements])
