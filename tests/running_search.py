@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -108,15 +109,19 @@ class RunningSearch:
         return "\n".join(self.lines)
 
 
-def gone(processes: list[psutil.Process], within_seconds: float = 20.0) -> bool:
+def gone(processes: Iterable[psutil.Process], within_seconds: float = 30.0) -> bool:
     """Whether all of them end in time."""
     deadline = time.monotonic() + within_seconds
-    while time.monotonic() < deadline:
-        if not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in _alive(processes)):
-            return True
-        time.sleep(0.05)
-    return False
+    while any(runs(process) for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
-def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if psutil.pid_exists(process.pid)]
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie has."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.is_running()
+    except psutil.NoSuchProcess:  # it ended while it was looked at
+        return False

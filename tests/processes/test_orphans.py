@@ -8,6 +8,8 @@ import time
 import psutil
 import pytest
 
+from tests.running_search import gone, runs
+
 ORCHESTRATOR = """
 import os, sys, time
 from pathlib import Path
@@ -29,34 +31,37 @@ with TrialPool(workload, Path(sys.argv[2]), entry="trial_behaviours:answer") as 
 """
 
 
-def wait_for(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("socket_held_by_a_fork", [False, True])
 def test_orchestrator_is_killed(tmp_path, socket_held_by_a_fork):
     environment = {**os.environ, **({"HELD_OPEN": "1"} if socket_held_by_a_fork else {})}
     orchestrator = subprocess.Popen(
         [sys.executable, "-c", ORCHESTRATOR, os.path.dirname(__file__), str(tmp_path)], env=environment
     )
+    bystanders = []
     try:
         root = psutil.Process(orchestrator.pid)
-        # sleep 613 inside the trial's session, one outside, and one that forked away from its parent
-        wait_for(lambda: sum("613" in " ".join(p.cmdline()) for p in alive(root.children(recursive=True))) == 3)
+        deadline = time.monotonic() + 30.0
+        while len(sleepers(root)) < 3:  # inside the trial's session, outside, and one that forked away from its parent
+            assert time.monotonic() < deadline, root.children(recursive=True)
+            time.sleep(0.02)
         family = root.children(recursive=True)
-        bystanders = [p for p in root.children() if p.cmdline()[1:2] == ["-c"]]
+        bystanders = [process for process in root.children() if command_of(process)[1:2] == ["-c"]]
         assert len(bystanders) == int(socket_held_by_a_fork)
         orchestrator.kill()
-        wait_for(lambda: not alive(set(family) - set(bystanders)))
+        assert gone(set(family) - set(bystanders))
     finally:
         orchestrator.kill()
         orchestrator.wait()
-        for process in alive(bystanders):
+        for process in filter(runs, bystanders):
             process.kill()
 
 
-def alive(processes):
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+def sleepers(root):
+    return [process for process in root.children(recursive=True) if "613" in " ".join(command_of(process))]
+
+
+def command_of(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended while it was looked at
+        return []
