@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections.abc import Callable
 
 from autotune.records import Recommendation
 from autotune.report.document import Document, Grid, Lines, Sentence, Verbatim, one_line, unwrapped
@@ -11,8 +13,8 @@ from autotune.report.recommendation import recommendation_document
 WIDTH = 80
 MARGIN = "  "
 COLUMN_GAP = "  "
-NARROWEST = 12
-"""Columns that are no wider than this are never wrapped, and a grid of many of them overflows instead."""
+NARROWEST = 9
+"""Cells that are no wider than this are never wrapped."""
 
 
 def describe(recommendation: Recommendation) -> str:
@@ -51,12 +53,17 @@ def wrap(text: str, *, width: int, bullet: bool = False) -> list[str]:
 
 
 def grid_lines(grid: Grid, *, width: int = WIDTH) -> list[str]:
-    """The rows of a grid in aligned columns, the header and a rule first; wide columns are wrapped to fit `width`."""
-    table = [tuple(map(_cell, row)) for row in (grid.header, *grid.rows)]
-    widths = _column_widths([max(len(row[index]) for row in table) for index in range(len(grid.header))], width)
+    """The rows of a grid in aligned columns, the header and a rule first; wide columns are wrapped to fit `width`.
+
+    No name is cut: where columns would have to be narrower than the names in them, each row becomes a sentence instead.
+    """
+    header, *rows = [tuple(map(_cell, row)) for row in (grid.header, *grid.rows)]
+    widths = _column_widths(header, rows, width)
+    if widths is None:
+        return [line for row in rows for line in _listed(header, row, width)]
     rule = MARGIN + COLUMN_GAP.join("-" * column_width for column_width in widths)
-    header, *rows = (_row_lines(row, widths, grid.numeric) for row in table)
-    return [*header, rule, *(line for row in rows for line in row)]
+    title, *lines = (_row_lines(row, widths, grid.numeric) for row in (header, *rows))
+    return [*title, rule, *(line for row in lines for line in row)]
 
 
 def _cell(text: str) -> str:
@@ -64,13 +71,35 @@ def _cell(text: str) -> str:
     return text[: len(text) - len(text.lstrip(" "))] + one_line(text)
 
 
-def _column_widths(natural: list[int], width: int) -> list[int]:
-    """The natural widths, the widest lowered one by one until the row fits, none of them below `NARROWEST`."""
-    widths = list(natural)
-    available = width - len(MARGIN) - len(COLUMN_GAP) * (len(widths) - 1)
-    while sum(widths) > available and max(widths) > NARROWEST:
-        widths[widths.index(max(widths))] -= 1
-    return widths
+def _column_widths(header: tuple[str, ...], rows: list[tuple[str, ...]], width: int) -> list[int] | None:
+    """The natural widths, the widest lowered one by one until the row fits. Whole words stay whole as long as that is
+    possible, then names and values may stand on two lines; None where not even that is enough."""
+    available = width - len(MARGIN) - len(COLUMN_GAP) * (len(header) - 1)
+    columns = list(zip(header, *rows, strict=True))
+    for pieces_of in (_words, _pieces):
+        narrowest = [max(_narrowest(cell, pieces_of, is_title=not number) for number, cell in enumerate(column))
+                     for column in columns]  # fmt: skip
+        widths = [max(len(cell) for cell in column) for column in columns]
+        while sum(widths) > available and widths != narrowest:
+            room = [one if one > least else 0 for one, least in zip(widths, narrowest, strict=True)]
+            widths[room.index(max(room))] -= 1
+        if sum(widths) <= available:
+            return widths
+    return None
+
+
+def _narrowest(cell: str, pieces_of: Callable[[str], list[str]], *, is_title: bool) -> int:
+    """How narrow a column may be for this cell: short ones stay on one line."""
+    if len(cell) <= NARROWEST and not is_title:
+        return len(cell)
+    indent = len(cell) - len(cell.lstrip())
+    return indent + max((len(piece) for piece in pieces_of(cell.strip())), default=0)
+
+
+def _listed(header: tuple[str, ...], row: tuple[str, ...], width: int) -> list[str]:
+    """A row as a sentence, each cell after its title."""
+    told = [f"{title}: {cell.strip()}" if title else cell.strip() for title, cell in zip(header, row, strict=True)]
+    return wrap("; ".join(told), width=width, bullet=True)
 
 
 def _row_lines(row: tuple[str, ...], column_widths: list[int], numeric: frozenset[int]) -> list[str]:
@@ -87,6 +116,30 @@ def _row_lines(row: tuple[str, ...], column_widths: list[int], numeric: frozense
 
 
 def _wrap_cell(cell: str, width: int) -> list[str]:
+    """Rows of at most `width`, broken between words; a word that is longer is broken where it consists of several."""
     indent = cell[: len(cell) - len(cell.lstrip())]
-    rows = textwrap.wrap(cell.lstrip(), width - len(indent), break_on_hyphens=False)
-    return [indent + row for row in rows] or [""]
+    room = width - len(indent)
+    rows = [""]
+    for word in _words(cell.strip()):
+        for number, piece in enumerate([word] if len(word) <= room else _pieces(word)):
+            longer = f"{rows[-1]} {piece}" if rows[-1] and not number else rows[-1] + piece
+            if rows[-1] and len(longer) > room:
+                rows.append(piece)
+            else:
+                rows[-1] = longer
+    return [indent + row for row in rows]
+
+
+def _words(text: str) -> list[str]:
+    """At blanks, save for those within `± 1.2 %` and between a number and its unit."""
+    return re.findall(r"(?:± )?\S+(?: (?:%|[KMGT]iB|min|ms|s|h)(?!\w)\S*)*", text)
+
+
+def _pieces(text: str) -> list[str]:
+    """The parts of a text that may stand on lines of their own: words, a setting's name and its value, the parts of a
+    dotted name."""
+    return [
+        piece
+        for word in _words(text)
+        for piece in (re.findall(r"[^=./]*[=./]|[^=./]+", word) if word[0].isalpha() else [word])
+    ]

@@ -186,7 +186,8 @@ def _answer_text(answer: TrialAnswer) -> str:
     if answer.loader is not None:
         loader = answer.loader
         given = _rate_text(loader.samples_per_second, loader.interval)
-        return f"{loader.num_workers} workers alone give {given} samples/s ({counted(len(loader.blocks.seconds), 'block')})"
+        gives = f"{counted(loader.num_workers, 'worker')} alone {'gives' if loader.num_workers == 1 else 'give'}"
+        return f"{gives} {given} samples/s ({counted(len(loader.blocks.seconds), 'block')})"
     if answer.parity is not None:
         return f"{'trains the same' if answer.parity.passed else 'does not train the same'}: {answer.parity.reason}"
     if answer.soak is not None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from autotune.report.document import Grid, Lines, Sentence, Verbatim, one_line
 from autotune.report.text import grid_lines, render, wrap
 
@@ -26,6 +28,28 @@ def test_the_widest_column_is_wrapped_and_the_narrow_ones_are_not() -> None:
     assert lines[2].startswith("  1  word word")
     assert lines[2].endswith("12 s")
     assert " ".join(lines[2:]).count("word") == 30
+
+
+SETTINGS = "activation_checkpointing=alternate, num_workers=2"
+TRIALS = Grid(
+    "",
+    ("#", "changed", "samples/s (95 %)"),
+    (("1", SETTINGS, "1,641 ± 18 %"), ("2", "blocks.10.norm.weight", "8.5 MiB")),
+)
+
+
+@pytest.mark.parametrize("width", range(20, 80, 3))
+def test_no_name_is_cut_however_narrow_the_terminal_is(width: int) -> None:
+    lines = grid_lines(TRIALS, width=width)
+    pieces = {piece for line in lines for piece in line.split()}
+    for name in ("activation_checkpointing=", "num_workers=", "samples/s", "norm.weight"):
+        assert any(piece.endswith((name, f"{name}:")) or name in piece for piece in pieces), name
+    assert all(len(line) <= max(width, len("  - activation_checkpointing=alternate,")) for line in lines)
+    assert "± 18 %" in "\n".join(lines) or width < 30
+
+
+def test_where_columns_have_no_room_each_row_is_a_sentence() -> None:
+    assert grid_lines(TRIALS, width=30)[:2] == ["  - #: 1; changed:", "    activation_checkpointing=alternate,"]
 
 
 def test_a_path_is_never_broken() -> None:
