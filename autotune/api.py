@@ -322,6 +322,7 @@ def _result(opened: OpenedSession, started: Search, began: float, *, unconfirmed
         memory_limit_bytes=session.memory_limit_bytes(),
         warnings=tuple(dict.fromkeys([*opened.pool.notes, *session.warnings])),
         skipped=tuple(dict.fromkeys(session.skipped)),
+        earlier_trial_count=session.earlier_trial_count,
         search_seconds=time.monotonic() - began,
         autotune_version=__version__,
     )

@@ -436,6 +436,14 @@ class Ceiling(Record):
     """Why no larger size was tried, in words."""
 
 
+class Standing(Record):
+    """How good the best so far is: as its first measurement says, or its rounds of the confirmation once it has any."""
+
+    samples_per_second: float
+    speedup: float
+    """How many times the baseline's."""
+
+
 class Ratio(Record):
     """How many times faster than the baseline, with its 95 % interval."""
 
@@ -528,6 +536,11 @@ class Recommendation(Record):
     bottleneck: Bottleneck | None
     ceilings: tuple[Ceiling, ...]
     trial_count: int
+    """Those of the search proper: one measurement of each configuration."""
+    confirmation_count: int = 0
+    """Trials that measured again what may be recommended, beside the baseline."""
+    earlier_trial_count: int = 0
+    """Of both together, those that earlier calls of the same command ran."""
     failure_counts: dict[str, int]
     rejected: tuple[str, ...]
     """What ran and is not recommended because it trains differently or failed later, one sentence each."""

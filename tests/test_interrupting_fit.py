@@ -12,6 +12,7 @@ import pytest
 
 import autotune
 from autotune.errors import SearchInterrupted
+from autotune.records import Standing
 from autotune.result import TuningResult
 from autotune.search.study import stored_records
 from autotune.search.watcher import CallbackFailed, CallingWatcher
@@ -120,8 +121,10 @@ def test_the_callback_gets_the_trial_after_whoever_watches() -> None:
     seen: list[object] = []
     watching = RememberingWatcher()
     trial = sample_records.trial(3, {}, rate=10.0)
-    CallingWatcher(watching, lambda *told: seen.append((told, list(watching.events)))).trial_finished(trial, 10.0, 1.5)
+    CallingWatcher(watching, lambda *told: seen.append((told, list(watching.events)))).trial_finished(
+        trial, Standing(samples_per_second=10.0, speedup=1.5), None
+    )
     assert seen == [((trial, 1.5), ["trial 3"])]
     with pytest.raises(CallbackFailed) as failed:
-        CallingWatcher(watching, lambda trial, speedup: 1 / 0).trial_finished(trial, 10.0, None)
+        CallingWatcher(watching, lambda trial, speedup: 1 / 0).trial_finished(trial, None, None)
     assert isinstance(failed.value.error, ZeroDivisionError)

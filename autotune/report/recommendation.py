@@ -246,7 +246,12 @@ def _failure_counts(recommendation: Recommendation) -> tuple[str, ...]:
 
 
 def _trials_text(recommendation: Recommendation) -> str:
-    return "1 trial" if recommendation.trial_count == 1 else f"{recommendation.trial_count} trials"
+    """As many as `show` lists: those of the search and those that confirmed it."""
+    confirmations, earlier = recommendation.confirmation_count, recommendation.earlier_trial_count
+    parts = [f"{confirmations:,} of them to confirm"] if confirmations else []
+    parts += [f"{earlier:,} {'in' if parts else 'of them in'} earlier calls"] if earlier else []
+    every = counted(recommendation.trial_count + confirmations, "trial")
+    return f"{every} ({', '.join(parts)})" if parts else every
 
 
 def _circumstances(recommendation: Recommendation) -> tuple[str, ...]:
@@ -258,8 +263,8 @@ def _circumstances(recommendation: Recommendation) -> tuple[str, ...]:
     return (
         f"on {device}, torch {machine.torch_version}"
         + ("" if limit is None else f", memory limited to {format_bytes(limit)}"),
-        f"{_trials_text(recommendation)} in {format_duration(recommendation.search_seconds)}, "
-        f"autotune {recommendation.autotune_version}",
+        f"{_trials_text(recommendation)}; {'this call' if recommendation.earlier_trial_count else 'it'} took "
+        f"{format_duration(recommendation.search_seconds)}, autotune {recommendation.autotune_version}",
         *machine.notes,
     )
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autotune.config import Value
 from autotune.quantities import format_duration, format_rate, format_ratio, format_spread
-from autotune.records import Phase, Stage, Trial
+from autotune.records import Phase, Stage, Standing, Trial
 from autotune.report.document import (
     Document,
     Grid,
@@ -99,6 +99,16 @@ class _Lasting:
         os.close(nowhere)
 
 
+def _best_text(best: Standing | None, free_batch: Standing | None) -> str:
+    """How good the best so far is, and what another batch would give beside it."""
+    told = "" if best is None else f"best so far {_standing_text(best)} the speed of your settings"
+    return told if free_batch is None else f"{told}; with the batch free {_standing_text(free_batch)}"
+
+
+def _standing_text(standing: Standing) -> str:
+    return f"{format_rate(standing.samples_per_second)} samples/s, {format_ratio(standing.speedup)}"
+
+
 class LiveView:
     """A `SearchWatcher` that draws where the search is on a terminal, and prints a line per event anywhere else.
 
@@ -152,13 +162,11 @@ class LiveView:
         """Shown beside the running trial; not worth a line of its own where lines are printed."""
         self._phase = phase
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
         """Counts the trial, remembers its failure and the best so far."""
         self._finished_count += 1
         self._running, self._phase = "", None
-        if best_samples_per_second is not None:
-            ratio = "" if speedup is None else f", {format_ratio(speedup)} the speed of your settings"
-            self._best = f"best so far {format_rate(best_samples_per_second)} samples/s{ratio}"
+        self._best = _best_text(best, free_batch)
         if trial.failure is not None:
             self._failed_count += 1
             failure = one_line(f"trial {trial.number}: {trial.failure.kind}: {trial.failure.message}")

@@ -46,7 +46,7 @@ def trials_document(
     )
     return (
         Grid(
-            f"Trials of {study}",
+            f"Trials of {study}: {_count_text(trials)}",
             ("#", "stage", "changed from your settings", "samples/s (95 %)", "blocks", "peak memory", "took"),
             tuple(_trial_row(trial, baseline) for trial in trials),
             numeric=frozenset({0, 3, 4, 5, 6}),
@@ -88,6 +88,12 @@ def _trial_row(trial: Trial, baseline: TrainingConfig | None) -> tuple[str, ...]
         peak,
         format_duration(trial.seconds),
     )
+
+
+def _count_text(trials: Sequence[Trial]) -> str:
+    """As the recommendation counts them."""
+    confirmations = sum(trial.round is not None for trial in trials)
+    return f"{len(trials):,}" + (f", {confirmations:,} of them to confirm" if confirmations else "")
 
 
 def _rate_text(value: float, interval: tuple[float, float] | None) -> str:

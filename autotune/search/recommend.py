@@ -37,6 +37,8 @@ class Evidence:
     memory_limit_bytes: int | None
     warnings: tuple[str, ...]
     skipped: tuple[str, ...]
+    earlier_trial_count: int
+    """Trials that an earlier call of the same command ran."""
     search_seconds: float
     autotune_version: str
 
@@ -64,6 +66,8 @@ def recommend(evidence: Evidence) -> Recommendation:
         bottleneck=cause,
         ceilings=_ceilings(evidence, [one.config for one in (baseline, best, free) if one is not None]),
         trial_count=sum(trial.round is None for trial in results.trials),
+        confirmation_count=sum(trial.round is not None for trial in results.trials),
+        earlier_trial_count=evidence.earlier_trial_count,
         failure_counts=dict(Counter(failure.kind for failure in failures)),
         rejected=_rejected(results, baseline),
         warnings=(

@@ -16,6 +16,7 @@ from autotune.records import (
     SearchFacts,
     Settings,
     Stage,
+    Standing,
     Trial,
     TrialAnswer,
     TrialKind,
@@ -60,6 +61,9 @@ class Session:
     skipped: list[str] = field(default_factory=list)
     """What was not tried, and why, in words."""
 
+    earlier_trial_count: int = 0
+    """Of the trials, those that an earlier call ran."""
+
     def __post_init__(self) -> None:
         self.obstacles = Obstacles(self.space)
 
@@ -69,6 +73,7 @@ class Session:
         Its trials count as if they had run now, except that they take none of the time.
         """
         self.trials = self.study.trials()
+        self.earlier_trial_count = len(self.trials)
         for trial in self.trials:
             self.obstacles.learn_trial(trial)
             if trial.round is None:
@@ -153,10 +158,9 @@ class Session:
         self.study.finish(trial)
         self.trials.append(trial)
         self.obstacles.learn_trial(trial)
-        best, base = self.best(), self.baseline_trial()
-        rate = best.measurement.samples_per_second if best and best.measurement else None
-        base_rate = base.measurement.samples_per_second if base and base.measurement else None
-        self.watcher.trial_finished(trial, rate, rate / base_rate if rate and base_rate else None)
+        best, freer = self.standing(), self.standing(free=True)
+        ahead = best is not None and freer is not None and freer.speedup > best.speedup
+        self.watcher.trial_finished(trial, best, freer if ahead else None)
 
     def _with_parity(self, trial: Trial) -> Trial:
         """A trial that would lead is checked before it leads: what is fast and wrong must not draw the search after it.
@@ -305,6 +309,24 @@ class Session:
     def best(self) -> Trial | None:
         """The best trial so far that keeps the held batch."""
         return next(iter(self.candidates()), None)
+
+    def standing(self, *, free: bool = False) -> Standing | None:
+        """The best so far, or `free` the best of those that leave the held batch, by what is known of it now."""
+        base = self.baseline_trial()
+        if base is None or base.measurement is None:
+            return None
+        results, usable = self.results(), self.candidates(free=free)
+        if free:
+            usable = [trial for trial in usable if not self.allowed(trial.config)]
+        confirmed = [results.answer(t.config) for t in usable if results.round_pairs(t.config)]
+        if any(answer.config != self.baseline for answer in confirmed):
+            top = max(confirmed, key=results.gain)
+            return Standing(samples_per_second=top.samples_per_second, speedup=top.speedup.value)
+        first = next((trial.measurement for trial in usable if trial.measurement is not None), None)
+        if first is None:
+            return None
+        rate = first.samples_per_second
+        return Standing(samples_per_second=rate, speedup=rate / base.measurement.samples_per_second)
 
     def baseline_trial(self) -> Trial | None:
         """The baseline's own measurement, which it has once `baseline` is set."""

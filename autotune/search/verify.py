@@ -6,7 +6,7 @@ from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import KNOBS
 from autotune.options import HOLDING, VerifyOutcome, VerifyReport
 from autotune.quantities import format_share
-from autotune.records import Answer, Failure, ParityResult, Ratio, Recommendation, Trial
+from autotune.records import Answer, Failure, ParityResult, Ratio, Recommendation, Standing, Trial
 from autotune.search.answers import WORTHWHILE_GAIN, settled
 from autotune.search.baseline import baseline_error, run_baseline
 from autotune.search.confirm import MOST_ROUNDS
@@ -32,7 +32,7 @@ def verify(session: Session, claimed: Recommendation, changed: tuple[str, ...]) 
 class WithoutBest(PassingWatcher):
     """Shows each rate alone: a best so far means nothing where nothing is searched."""
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
         """Without the best."""
         super().trial_finished(trial, None, None)
 

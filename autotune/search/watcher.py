@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from autotune.config import Value
-from autotune.records import Phase, Stage, Trial
+from autotune.records import Phase, Stage, Standing, Trial
 
 
 class SearchWatcher(Protocol):
@@ -25,8 +25,9 @@ class SearchWatcher(Protocol):
     def phase(self, phase: Phase) -> None:
         """The running trial or probe entered a phase."""
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
-        """A trial ended, measured or failed. With it the best rate so far, and how many times the baseline's that is."""
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
+        """A trial ended, measured or failed. With it the best so far, and the best that leaves a held batch, where that is
+        better still."""
 
     def probe(self, kind: str, text: str) -> None:
         """A probe of this kind (memory, loader, parity, soak) ended; `text` is one line of what it showed."""
@@ -56,9 +57,9 @@ class PassingWatcher:
         """Passed on."""
         self._watcher.phase(phase)
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
         """Passed on."""
-        self._watcher.trial_finished(trial, best_samples_per_second, speedup)
+        self._watcher.trial_finished(trial, best, free_batch)
 
     def probe(self, kind: str, text: str) -> None:
         """Passed on."""
@@ -88,11 +89,11 @@ class CallingWatcher(PassingWatcher):
         super().__init__(watcher)
         self._on_trial = on_trial
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
         """Passed on, then the function is called; the trial is in the study already."""
-        super().trial_finished(trial, best_samples_per_second, speedup)
+        super().trial_finished(trial, best, free_batch)
         try:
-            self._on_trial(trial, speedup)
+            self._on_trial(trial, best.speedup if best is not None else None)
         except Exception as error:  # the user's function may raise anything
             raise CallbackFailed(error) from error
 
@@ -109,7 +110,7 @@ class QuietWatcher:
     def phase(self, phase: Phase) -> None:
         """Silent."""
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
         """Silent."""
 
     def probe(self, kind: str, text: str) -> None:

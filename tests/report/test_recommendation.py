@@ -190,8 +190,15 @@ def test_the_second_answer_says_its_price_and_what_was_not_checked() -> None:
 
 
 def test_where_it_was_measured_is_told() -> None:
-    assert "on NVIDIA H200, torch 2.11.0 - 31 trials in 8 min 20 s, autotune 0.1.0" in told()
-    assert "1 trial in 8 min" in told(trial_count=1)
+    assert "on NVIDIA H200, torch 2.11.0 - 31 trials; it took 8 min 20 s, autotune 0.1.0" in told()
+
+
+def test_trials_are_counted_as_show_lists_them_and_those_of_earlier_calls_named() -> None:
+    assert "of 40 trials (9 of them to confirm): 2" in told(confirmation_count=9)
+    text = told(confirmation_count=9, earlier_trial_count=12)
+    assert "40 trials (9 of them to confirm, 12 in earlier calls); this call took 8 min 20 s" in text
+    assert "31 trials (12 of them in earlier calls)" in told(earlier_trial_count=12)
+    assert "1 trial; it took 8 min" in told(trial_count=1)
     settings = recommendation().settings.model_copy(
         update={"conditions": Conditions(device="cpu", global_batch_size=None, memory_limit_bytes=2**30)}
     )

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from autotune.records import Failure
+from autotune.records import Failure, Standing
 from autotune.report.document import Grid, Lines, Sentence, Verbatim
 from autotune.report.recommendation import recommendation_document
 from autotune.report.terminal import LiveView, show
 from autotune.report.text import render
 from tests.report.sample_records import recommendation, trial
+
+BEST, FREER = (
+    Standing(samples_per_second=1800.0, speedup=1.8),
+    Standing(samples_per_second=2400.0, speedup=2.4),
+)
 
 
 class Screen(io.StringIO):
@@ -60,8 +65,9 @@ def test_without_a_terminal_every_event_is_one_line() -> None:
         view.stage("compute", "one knob at a time")
         view.trial_started(4, {"precision": "bf16"}, "compute")
         view.phase("measure")
-        view.trial_finished(trial(4, {"precision": "bf16"}, rate=1800.0), 1800.0, 1.8)
-        view.trial_finished(trial(5, {"batch_size": 64}, failure=oom("CUDA\nout of [memory]")), 1800.0, 1.8)
+        view.trial_finished(trial(4, {"precision": "bf16"}, rate=1800.0), BEST, None)
+        view.trial_finished(trial(5, {"batch_size": 64}, failure=oom("CUDA\nout of [memory]")), BEST, FREER)
+        view.trial_finished(trial(6, {"batch_size": 48}, rate=2000.0), BEST, FREER)
         view.probe("memory", "batch 64 takes\n3 GiB")
         view.note("the GPU is shared")
     assert stream.getvalue().splitlines() == [
@@ -69,6 +75,8 @@ def test_without_a_terminal_every_event_is_one_line() -> None:
         "trial 4: precision=bf16",
         "trial 4: 1,800 samples/s ± 1 %; best so far 1,800 samples/s, 1.80x the speed of your settings",
         "trial 5: device_oom: CUDA out of [memory]",
+        "trial 6: 2,000 samples/s ± 1 %; best so far 1,800 samples/s, 1.80x the speed of your settings; with the batch "
+        "free 2,400 samples/s, 2.40x",
         "memory probe: batch 64 takes 3 GiB",
         "note: the GPU is shared",
     ]
@@ -102,7 +110,7 @@ def test_a_terminal_is_drawn_with_stage_trial_phase_best_and_time_left() -> None
     with LiveView(screen) as view:
         view.time_left(200)
         view.stage("explore", "with the sampler")
-        view.trial_finished(trial(4, {"precision": "bf16"}, rate=1800.0), 1800.0, 1.8)
+        view.trial_finished(trial(4, {"precision": "bf16"}, rate=1800.0), BEST, None)
         view.trial_started(5, {"batch_size": 64}, "explore")
         view.phase("warm-up")
     drawn = screen.getvalue()

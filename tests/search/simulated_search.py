@@ -16,6 +16,7 @@ from autotune.records import (
     SearchFacts,
     Settings,
     Stage,
+    Standing,
     Strategy,
     Trial,
     WorkloadReference,
@@ -48,7 +49,7 @@ class RememberingWatcher(QuietWatcher):
         """One line."""
         self.events.append(f"stage: {stage}")
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
         """One line."""
         self.events.append(f"trial {trial.number}")
 
@@ -141,6 +142,7 @@ class SimulatedSearch:
             memory_limit_bytes=session.memory_limit_bytes(),
             warnings=tuple(session.warnings),
             skipped=tuple(session.skipped),
+            earlier_trial_count=session.earlier_trial_count,
             search_seconds=self.machine.now_seconds,
             autotune_version="0",
         )

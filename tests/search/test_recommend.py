@@ -102,7 +102,8 @@ def recommended(
     return recommend(
         Evidence(
             results=results, ceilings=ceilings, reference=REFERENCE, knobs=KNOBS, memory_limit_bytes=139 * GIB,
-            warnings=warnings, skipped=("num_workers: enough",), search_seconds=321.0, autotune_version="0",
+            warnings=warnings, skipped=("num_workers: enough",), earlier_trial_count=3,
+            search_seconds=321.0, autotune_version="0",
         )
     )  # fmt: skip
 

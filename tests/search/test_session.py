@@ -218,3 +218,45 @@ def test_the_limit_is_the_card_or_less(asked: int | None, limit: int, new_direct
     session = search.session()
     session.study.close()
     assert session.memory_limit_bytes() == limit
+
+
+# --- what is told of the best so far ----------------------------------------------------------------------------------
+
+
+def test_the_best_so_far_is_what_its_rounds_say_once_it_has_any(new_directory: NewDirectory) -> None:
+    with begun(new_directory()) as (search, session):
+        config = search.space.baseline.replace({"precision": "bf16"})
+        first = session.measure(config, "compute").measurement
+        told = session.standing()
+        assert told is not None and first is not None
+        assert told.samples_per_second == first.samples_per_second
+        session.measure_again(search.space.baseline, "confirm", confirm_round=0)
+        assert session.standing() == told, "a round that only the baseline has compares nothing"
+        session.measure_again(config, "confirm", confirm_round=0)
+        confirmed = session.standing()
+        answer = session.results().answer(config)
+        assert confirmed is not None
+        assert (confirmed.samples_per_second, confirmed.speedup) == (answer.samples_per_second, answer.speedup.value)
+        assert confirmed.samples_per_second != first.samples_per_second
+
+
+def test_what_leaves_the_held_batch_is_told_beside_the_best(new_directory: NewDirectory) -> None:
+    scenario = SCENARIOS["small model"]
+    search = SimulatedSearch(scenario.program, scenario.facts, new_directory())
+    with search.begun() as session:
+        assert session.standing(free=True) is None
+        larger = session.measure(search.space.baseline.replace({"batch_size": 1024}), "explore").measurement
+        freer, best = session.standing(free=True), session.standing()
+        assert freer is not None and larger is not None and best is not None
+        assert freer.samples_per_second == larger.samples_per_second
+        assert best.speedup == 1.0 < freer.speedup
+
+
+def test_a_resumed_search_says_how_many_trials_were_there(new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    first = SimulatedSearch(LANGUAGE_MODEL, FACTS, directory, trials=4).run().recommendation
+    again = SimulatedSearch(LANGUAGE_MODEL, FACTS, directory, trials=6).run().recommendation
+    assert first.earlier_trial_count == 0
+    assert first.trial_count == 4
+    assert again.earlier_trial_count == first.trial_count + first.confirmation_count
+    assert again.trial_count == 6
