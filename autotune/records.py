@@ -247,6 +247,33 @@ class Blocks(Record):
     """Sum of the loss's own weights (tokens), where it gives them."""
 
 
+class SpentSeconds(Record):
+    """What the parts of a trial took in its process, beside its first step. No two of them overlap."""
+
+    start_seconds: float
+    """From the start of the process until it begins to build: an interpreter and its imports where it was not forked,
+    and the memory limit. 0 where the process was not started for the trial."""
+    device_seconds: float
+    """The first use of the device: on CUDA its context, unless a memory limit or the user's model has made that."""
+    model_seconds: float
+    """The user's `model_fn`."""
+    optimizer_seconds: float
+    """The user's `optimizer_fn` and `scheduler_fn`."""
+    data_seconds: float
+    """The user's `data_fn`."""
+    first_batch_seconds: float
+    """Until the loader gave its first window."""
+    warm_up_seconds: float
+    end_to_end_seconds: float
+    """The timed blocks, and the marks between them."""
+    resident_seconds: float
+    """The blocks on batches that lie on the device, and their warm-up."""
+    shares_seconds: float
+    """Seeing how far the device lags, and what the update takes."""
+    process_seconds: float
+    """From the start of the process until everything is measured."""
+
+
 class Measurement(Record):
     """One configuration, measured end to end in one process."""
 
@@ -288,6 +315,7 @@ class Measurement(Record):
     """Throttling, other processes: what NVML showed meanwhile."""
     stopped_early: bool = False
     """It was clearly out of the race after the fewest blocks, so that what it would have taken to know more was saved."""
+    spent: SpentSeconds | None = None
 
 
 class MemoryProbe(Record):

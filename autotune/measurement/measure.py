@@ -15,6 +15,7 @@ from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
+from autotune.measurement.spent import Stopwatch, process_age_seconds
 from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import out_of_the_race, rate, warmed_up
 from autotune.surgery.batches import byte_count, to_device
@@ -28,8 +29,10 @@ RESIDENT_WINDOWS = 4
 """Different real batches that resident steps go round, so that no cache holds the only one."""
 RESIDENT_BYTES = 2 * 2**30
 """At most so much of the device is taken by them."""
-SLOW_STEP_SECONDS = 0.5
-"""Steps that take longer are timed once where fast ones are timed five times: their spread is small beside them."""
+SHARE_REPEATS = 5
+"""By so many steps the shares of a fast step are told."""
+SHARE_SECONDS = 0.3
+"""After which no further step is asked for its shares: those of slow steps spread little."""
 
 PhaseReport = Callable[[Phase], None]
 
@@ -46,19 +49,23 @@ class Running:
     process_seconds: float
     first_loss: float
     first_window: Window
+    watch: Stopwatch
 
 
 def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Running:
     """Builds the training and runs its first step. Raises `TrialFailure` where nothing was compiled that should be."""
+    watch = Stopwatch()
     begin = time.perf_counter()
     phase("build")
     seed_everything(request.conditions.seed)
     meter = MemoryMeter(torch.device(request.conditions.device))
-    training = Training(functions, request.config, request.conditions, blocks=request.blocks)
+    timed = watch.timed(functions, meter.device)
+    training = Training(timed, request.config, request.conditions, blocks=request.blocks)
     windows = endless(training.loader)
     build_seconds = time.perf_counter() - begin
     phase("compile")
-    window = next(windows)
+    with watch.part("first_batch_seconds"):
+        window = next(windows)
     before = compile_counts()
     begin = time.perf_counter()
     loss = training.step(window)
@@ -67,16 +74,16 @@ def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     if training.parts.expects_compiled_graphs and compile_counts().graphs == before.graphs:
         message = f"torch.compile made no graph: nothing of this step was compiled{break_reason()}"
         raise TrialFailure("compile_error", message)
-    started_at = float(os.environ.get("AUTOTUNE_STARTED_AT", "nan"))
     return Running(
         training=training,
         windows=windows,
         meter=meter,
         build_seconds=build_seconds,
         first_step_seconds=first_step_seconds,
-        process_seconds=0.0 if math.isnan(started_at) else time.monotonic() - started_at,
+        process_seconds=process_age_seconds(),
         first_loss=float(loss),
         first_window=window,
+        watch=watch,
     )
 
 
@@ -89,9 +96,11 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     running = started(functions, request, phase)
     counts_before = compile_counts()
     phase("warm-up")
-    warmup_steps, peaks = _warm_up(running, request)
+    with running.watch.part("warm_up_seconds"):
+        warmup_steps, peaks = _warm_up(running, request)
     phase("measure")
-    clock, losses, skipped = _timed_blocks(running, request, warmup_steps)
+    with running.watch.part("end_to_end_seconds"):
+        clock, losses, skipped = _timed_blocks(running, request, warmup_steps)
     memory = running.meter.marks(peaks)
     result_blocks = clock.blocks()
     value, interval = rate(result_blocks.samples, result_blocks.seconds)
@@ -128,6 +137,7 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         update_share=resident.update_share if resident else None,
         start_method="fresh" if os.environ.get("AUTOTUNE_START_METHOD") == "fresh" else "fork",
         stopped_early=beaten and (resident is None or resident.beaten),
+        spent=running.watch.spent(),
     )
 
 
@@ -220,9 +230,21 @@ class _Resident:
     def __init__(self, running: Running, request: TrialRequest) -> None:
         self.running = running
         self.device = running.meter.device
-        self.windows = self._collected(running)
         self.next_window = 0
         self.clock = BlockClock(self.device)
+        with running.watch.part("resident_seconds"):
+            self.windows = self._collected(running)
+            self._time_blocks(request)
+        self.blocks = self.clock.blocks(1)  # the first one only set the pace
+        self.samples_per_second, self.interval = rate(self.blocks.samples, self.blocks.seconds)
+        self.beaten = out_of_the_race(self.blocks.samples, self.blocks.seconds, request.resident_rate_to_beat)
+        self.update_share: float | None = None
+        self.device_lag_share: float | None = None
+        if not self.beaten:
+            with running.watch.part("shares_seconds"):
+                self.update_share, self.device_lag_share = self._shares()
+
+    def _time_blocks(self, request: TrialRequest) -> None:
         self.clock.run(self._step, request.block_seconds / 2)
         self.clock.forget()
         begin = time.perf_counter()
@@ -230,13 +252,6 @@ class _Resident:
             self.clock.run(self._step, request.block_seconds)
             if time.perf_counter() - begin > 0.3 * request.timeouts.measure_seconds:
                 break
-        self.blocks = self.clock.blocks(1)  # the first one only set the pace
-        self.samples_per_second, self.interval = rate(self.blocks.samples, self.blocks.seconds)
-        self.beaten = out_of_the_race(self.blocks.samples, self.blocks.seconds, request.resident_rate_to_beat)
-        self.update_share: float | None = None
-        self.device_lag_share: float | None = None
-        if not self.beaten:
-            self.update_share, self.device_lag_share = self._shares()
 
     def _collected(self, running: Running) -> list[Window]:
         collected: list[Window] = []
@@ -262,8 +277,10 @@ class _Resident:
         """The optimizer's share of a step, and how far the device lags behind the CPU at its end."""
         training = self.running.training
         update_seconds, total_seconds, lag_seconds = [], [], []
-        repeats = 5 if self.clock.seconds[-1] / self.clock.steps[-1] < SLOW_STEP_SECONDS else 1
-        for index in range(repeats):
+        began = time.perf_counter()
+        for index in range(SHARE_REPEATS):
+            if index and time.perf_counter() - began > SHARE_SECONDS:
+                break
             window = self.windows[index % len(self.windows)]
             synchronize(self.device)
             begin = time.perf_counter()

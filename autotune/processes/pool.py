@@ -33,6 +33,7 @@ _SILENCE_SECONDS = 20.0
 _END_SECONDS = 40.0
 _GPU_RETURN_SECONDS = 20.0
 _GPU_RETURN_TOLERANCE_BYTES = 64 * 2**20
+_GPU_RETURN_POLL_SECONDS = 0.002
 
 
 class TrialPool:
@@ -236,7 +237,7 @@ class TrialPool:
                 return None
             if time.monotonic() > deadline:
                 break
-            time.sleep(0.02)
+            time.sleep(_GPU_RETURN_POLL_SECONDS)
         excess = (used - used_before) / 2**20
         message = (
             f"{excess:.0f} MiB more than before the trial were in use on the GPU {_GPU_RETURN_SECONDS:.0f} s after its "

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 
 from autotune.processes import child
 from autotune.processes.wire import Hello
@@ -61,12 +62,25 @@ def _import_compiler() -> None:
     # importing inductor starts a pool of compiling processes, unless told not to: ours would be of no use to a trial
     before = os.environ.get("TORCH_WARM_POOL")
     os.environ["TORCH_WARM_POOL"] = "0"
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._inductor.compile_fx
 
     if before is None:
         del os.environ["TORCH_WARM_POOL"]
     else:
         os.environ["TORCH_WARM_POOL"] = before
+    if torch.cuda.is_available():
+        _hash_the_compiler()
+
+
+def _hash_the_compiler() -> None:
+    """Reads all files of torch's compiler and of Triton, as the first use of their caches does in each process: what
+    they remember of it is there in every fork."""
+    with suppress(ImportError, RuntimeError):  # this torch keeps it elsewhere, or there is no Triton: nothing is lost
+        from torch._inductor.codecache import torch_key
+        from torch._inductor.runtime.triton_compat import triton_key
+
+        torch_key()
+        triton_key()
 
 
 def fork_problem(thread_count: int, silence_seconds: float) -> str | None:
