@@ -321,7 +321,7 @@ def _result(opened: OpenedSession, started: Search, began: float, *, unconfirmed
         knobs=KNOBS,
         memory_limit_bytes=session.memory_limit_bytes(),
         warnings=tuple(dict.fromkeys([*opened.pool.notes, *session.warnings])),
-        skipped=tuple(dict.fromkeys(session.skipped)),
+        skipped=tuple(session.skipped.values()),
         earlier_trial_count=session.earlier_trial_count,
         search_seconds=time.monotonic() - began,
         autotune_version=__version__,

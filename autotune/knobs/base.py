@@ -98,6 +98,8 @@ class Knob(ABC):
     """How it changes the peak: not, by a constant, by the slope over the batch, or so much that each value needs a
     ceiling of its own."""
     cures: ClassVar[frozenset[Bottleneck]]
+    in_update_only: ClassVar[bool] = False
+    """Whether it acts in the optimizer's update alone, so that it can gain no more than the update's share of a step."""
     adds_up: ClassVar[bool] = False
     """Whether its values count things of which each adds its own pace, so that one predicts how many are needed."""
 
@@ -118,6 +120,11 @@ class Knob(ABC):
     def prior(self, facts: SearchFacts) -> tuple[Value, ...]:
         """The choices, those expected to be best first."""
         return self.choices(facts)
+
+    def companions(self, value: Value, facts: SearchFacts) -> Mapping[str, Value]:
+        """Values of other knobs beside which this one is expected to be best: tried with them first, and alone only
+        where it does not run with them."""
+        return {}
 
     @abstractmethod
     def rank(self, value: Value, facts: SearchFacts) -> float:

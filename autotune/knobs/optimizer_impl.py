@@ -23,6 +23,7 @@ class OptimizerImpl(Knob):
     stage = "compute"
     memory = "constant"
     cures = frozenset({"launch", "host", "memory"})
+    in_update_only = True
 
     def baseline(self, facts: SearchFacts) -> str:
         return AS_IS

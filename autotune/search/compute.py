@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autotune.advice.bottleneck import bottleneck
-from autotune.config import Value
+from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
+from autotune.quantities import format_share
 from autotune.records import OUT_OF_MEMORY, Bottleneck, Stage, Trial
 from autotune.search.answers import WORTHWHILE_GAIN
 from autotune.search.loader import search_loader
@@ -62,17 +65,48 @@ def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
 
 def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple[str, Value]]) -> Trial:
     """The incumbent with the first of the knob's better-looking values that is worthwhile."""
+    if knob.in_update_only and (share := gains_too_little(session, incumbent)) is not None:
+        told = f"{knob.name}: the optimizer's update takes {format_share(share)} of a step, and no more can be gained"
+        session.skipped[knob.name] = told
+        return incumbent
+    session.skipped.pop(knob.name, None)  # it was said for another step
     for value in _hopeful(session, knob, incumbent):
         if (knob.name, value) in tried:
             continue
-        candidate = incumbent.config.replace({knob.name: value})
-        if session.obstacle(candidate) is not None or not session.affords(candidate):
-            continue
-        tried.add((knob.name, value))
-        trial = session.measure(candidate, "compute", incumbent=incumbent)
-        if _better(session, trial, incumbent):
-            return trial
+        for candidate in _with_companions(session, knob, value, incumbent):
+            if session.obstacle(candidate) is not None or not session.affords(candidate):
+                continue
+            tried |= candidate.changes_from(incumbent.config).items()
+            trial = session.measure(candidate, "compute", incumbent=incumbent)
+            if _better(session, trial, incumbent):
+                return trial
+            if trial.failure is None:
+                break  # it runs with its companions, so there is nothing to be had without them
     return incumbent
+
+
+def gains_too_little(session: Session, trial: Trial) -> float | None:
+    """The share of a step that the optimizer's update takes, where that is all that could be gained there and not
+    worthwhile; None where it may be, or where memory is the aim."""
+    assert trial.measurement is not None
+    share = trial.measurement.update_share
+    if share is None or session.settings.objective == "memory" or WORTHWHILE_GAIN * (1 - share) < 1:
+        return None
+    return share
+
+
+def _with_companions(session: Session, knob: Knob, value: Value, incumbent: Trial) -> Iterator[TrainingConfig]:
+    """The incumbent with this value and those of other knobs that go with it, then with this value alone."""
+    alone = incumbent.config.replace({knob.name: value})
+    space = session.space
+    companions = {
+        name: best
+        for name, best in knob.companions(value, session.facts).items()
+        if name in space.varied and best in space.choices[name]
+    }
+    if (together := alone.replace(companions)) != alone:
+        yield together
+    yield alone
 
 
 def _hopeful(session: Session, knob: Knob, current: Trial) -> list[Value]:

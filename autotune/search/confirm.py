@@ -97,7 +97,7 @@ def _affordable(session: Session, finalists: list[TrainingConfig]) -> list[Train
     for config in finalists:
         if config not in kept:
             shown = settings_text(session.changes(config))
-            session.skipped.append(f"{shown}: close to the best, and not confirmed, for lack of time")
+            session.skipped[shown] = f"{shown}: close to the best, and not confirmed, for lack of time"
     return kept
 
 

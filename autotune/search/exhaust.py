@@ -27,9 +27,8 @@ def exhaust(session: Session) -> None:
             session.measure_again(config, "explore")
         left -= 1
     if left:
-        session.skipped.append(
-            f"{left} of {len(points)} points are not measured yet; the same command goes on with them"
-        )
+        unfinished = f"{left} of {len(points)} points are not measured yet; the same command goes on with them"
+        session.skipped["points"] = unfinished
 
 
 def every_point(space: SearchSpace) -> Iterator[TrainingConfig]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
+from autotune.records import Trial
+from autotune.search.compute import gains_too_little
 from autotune.search.loader import IDLE_SHARE, loader_share
 from autotune.search.session import Session
+from autotune.stats import OUT_OF_THE_RACE
 
 ENOUGH_TRIALS = 30
 TRIALS_WITHOUT_GAIN = 10
@@ -71,9 +75,69 @@ def _not_worth_it(session: Session, config: TrainingConfig) -> str | None:
     reason = session.obstacle(config)
     if reason is None and session.obstacles.is_bold(config):
         reason = "more than twice the largest batch that ran with any settings"
+    if reason is None and _saves_memory_for_nothing(session, config):
+        reason = "it saves memory at the price of speed, and nothing says that the same does not fit without"
     if reason is None and _loads_otherwise_for_nothing(session, config):
         reason = "the same step was measured, and loading it otherwise makes nothing better"
+    if reason is None and _updates_otherwise_for_nothing(session, config):
+        reason = "the same step was measured, and its update takes too little for another one to be worthwhile"
+    if reason is None and (lost := _lost_clearly(session, config)):
+        reason = f"{lost} made another configuration much slower"
     return reason
+
+
+def _saves_memory_for_nothing(session: Session, config: TrainingConfig) -> bool:
+    """Whether it has values that do nothing but save memory, where the same without them is not known not to fit."""
+    if session.settings.objective == "memory":
+        return False
+    space = session.space
+    savers = [knob.name for knob in KNOBS if knob.cures == frozenset({"memory"}) and knob.name in space.varied]
+    plain = config.replace({name: space.baseline[name] for name in savers})
+    known = session.obstacles.too_large(plain)
+    return plain != config and (known is None or space.micro_batch(config) < known.micro_batch_size)
+
+
+def _updates_otherwise_for_nothing(session: Session, config: TrainingConfig) -> bool:
+    """Whether it differs in the optimizer's update alone from a trial in which that takes next to nothing."""
+    update = {knob.name: config[knob.name] for knob in KNOBS if knob.in_update_only}
+    return any(
+        trial.measurement is not None
+        and trial.config.replace(update) == config
+        and gains_too_little(session, trial) is not None
+        for trial in session.trials
+    )
+
+
+def _lost_clearly(session: Session, config: TrainingConfig) -> str:
+    """A value of it that was seen to lose clearly: beside another value of the same knob, all others alike.
+
+    What loses by so much alone is not what wins in company: what pays only together costs little alone. The batch is
+    left out: what is slow at a small one may be fast at a large one.
+    """
+    if session.settings.objective == "memory":
+        return ""
+    pairs = {
+        (name, value)
+        for slower, name, value, faster in _siblings(session)
+        if session.compute_score(slower) < OUT_OF_THE_RACE * session.compute_score(faster)
+    }
+    return ", ".join(f"{name}={value}" for name, value in sorted(pairs, key=str) if config[name] == value)
+
+
+def _siblings(session: Session) -> Iterator[tuple[Trial, str, Value, Trial]]:
+    """Each measured trial, a knob of the step and its value there, and a trial that differs in that knob alone."""
+    trials = [trial for trial in session.trials if trial.round is None and _has_resident_rate(trial)]
+    compute = {knob.name for knob in KNOBS if knob.stage == "compute"}
+    for one, other in itertools.permutations(trials, 2):
+        changes = one.config.changes_from(other.config)
+        if len(changes) == 1 and changes.keys() <= compute:
+            ((name, value),) = changes.items()
+            yield one, name, value, other
+
+
+def _has_resident_rate(trial: Trial) -> bool:
+    measurement = trial.measurement
+    return trial.failure is None and measurement is not None and measurement.resident_samples_per_second is not None
 
 
 def _loads_otherwise_for_nothing(session: Session, config: TrainingConfig) -> bool:

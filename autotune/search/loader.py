@@ -25,11 +25,13 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
     alone = incumbent.measurement.resident_samples_per_second
     if not knobs or alone is None or session.settings.objective == "memory":
         return incumbent
-    session.skipped.clear()  # what was said of the loader for another step
+    for knob in knobs:
+        session.skipped.pop(knob.name, None)  # it was said for another step
     share = loader_share(incumbent)
     if share >= IDLE_SHARE:
         names = ", ".join(knob.name for knob in knobs)
-        session.skipped.append(f"{names}: the loader gives {format_share(min(share, 1.0))} of what the step takes")
+        idle = f"{names}: the loader gives {format_share(min(share, 1.0))} of what the step takes"
+        session.skipped[knobs[0].name] = idle
         return incumbent
     session.watcher.stage("loader", "workers for the pace of the step")
     for knob in knobs:
@@ -57,7 +59,7 @@ def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> T
         return incumbent
     reached = session.score(incumbent)
     if HEADROOM * counts[-1] * pace <= reached:
-        session.skipped.append(
+        session.skipped[knob.name] = (
             f"{knob.name}: not moved, since one gives {format_rate(pace)} samples/s alone, and even {counts[-1]} would "
             f"give less than the {format_rate(reached)} of now"
         )
@@ -92,7 +94,7 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
     candidate = incumbent.config.replace({knob.name: counts[0]})
     obstacle = session.obstacle(candidate)
     if obstacle is not None:
-        session.skipped.append(f"{knob.name}={counts[0]} was not tried: {obstacle}")
+        session.skipped[knob.name] = f"{knob.name}={counts[0]} was not tried: {obstacle}"
     if obstacle is not None or not session.affords(candidate):
         return None
     # The loader alone does not depend on the step: one probe answers for all of them.
@@ -101,7 +103,7 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
     if answer.loader is None:
         message = answer.failure.message if answer.failure else "no answer"
         session.watcher.probe("loader", f"{knob.name}={counts[0]}: {message}")
-        session.skipped.append(f"{knob.name}: {message}")
+        session.skipped[knob.name] = f"{knob.name}: {message}"
         return None
     rate = answer.loader.samples_per_second / counts[0]
     session.watcher.probe("loader", f"{knob.name}={counts[0]}: {format_rate(rate)} samples/s, nothing trained")

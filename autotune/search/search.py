@@ -75,8 +75,10 @@ class Search:
         self._free_batch(leader)
 
     def _batch_comes_first(self, leader: Trial) -> bool:
-        """Where the batch itself cures what holds the step back, it is cheaper to move before anything is compiled."""
-        return bottleneck_of(self.session, leader) in batch_knob().cures and self.session.settings.objective != "memory"
+        """Where the batch itself cures what holds the step back, or memory is the aim, it is cheaper to move before
+        anything is compiled."""
+        memory_is_the_aim = self.session.settings.objective == "memory"
+        return memory_is_the_aim or bottleneck_of(self.session, leader) in batch_knob().cures
 
     def _reserve(self) -> None:
         self.session.budget.reserved_seconds = reserve_seconds(self.session)

@@ -58,8 +58,8 @@ class Session:
     baseline: TrainingConfig | None = None
     """The configuration that everything is compared with, once it ran."""
     warnings: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    """What was not tried, and why, in words."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """What was not tried, by knob or in words, to a sentence that says why."""
 
     earlier_trial_count: int = 0
     """Of the trials, those that an earlier call ran."""

@@ -71,6 +71,19 @@ def test_the_prior_is_a_permutation_of_the_choices(the_knob: Knob, facts: Search
 
 @every_knob
 @all_facts
+def test_companions_are_values_of_other_knobs_that_conflict_with_nothing(the_knob: Knob, facts: SearchFacts) -> None:
+    baseline = {other.name: other.baseline(facts) for other in KNOBS}
+    for value in the_knob.choices(facts):
+        companions = the_knob.companions(value, facts)
+        together = {**baseline, the_knob.name: value, **companions}
+        assert the_knob.name not in companions
+        for name, best in companions.items():
+            assert best in knob(name).choices(facts)
+            assert knob(name).conflict(best, together, facts) is None
+
+
+@every_knob
+@all_facts
 def test_no_value_is_simpler_than_the_baseline(the_knob: Knob, facts: SearchFacts) -> None:
     assert all(
         the_knob.rank(value, facts) > 0 for value in the_knob.choices(facts) if value != the_knob.baseline(facts)

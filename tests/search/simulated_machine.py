@@ -85,6 +85,11 @@ class Program:
         update = self.update_seconds / _product(config, self.update_speedups)
         return micro_batches * max(self.micro_batch_seconds(config)) + update
 
+    def update_share(self, config: TrainingConfig, micro_batches: int) -> float:
+        """Of a step, what the optimizer's update takes."""
+        without = micro_batches * max(self.micro_batch_seconds(config))
+        return 1 - without / self.step_seconds(config, micro_batches)
+
     def samples_per_second(self, config: TrainingConfig, micro_batches: int, cores: int) -> float:
         """End to end. Workers that have no core of their own take from the step."""
         samples = _size(config) * micro_batches
@@ -241,6 +246,7 @@ class SimulatedMachine:
             process_seconds=1.0 + first_step,
             compiled_graphs=int(self._compiles(config)),
             device_lag_share=max(0.0, 1 - host / device) if self._facts.device == "cuda" else None,
+            update_share=self.program.update_share(config, micro_batches) if resident else None,
             stopped_early=beaten and not still_rival,
         )
 

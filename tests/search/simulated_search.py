@@ -141,7 +141,7 @@ class SimulatedSearch:
             knobs=KNOBS,
             memory_limit_bytes=session.memory_limit_bytes(),
             warnings=tuple(session.warnings),
-            skipped=tuple(session.skipped),
+            skipped=tuple(session.skipped.values()),
             earlier_trial_count=session.earlier_trial_count,
             search_seconds=self.machine.now_seconds,
             autotune_version="0",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autotune.search.compute import search_batch, search_compute
 from tests.knobs.search_facts import cuda_facts
-from tests.search.simulated_machine import Program
+from tests.search.simulated_machine import Fault, Program
 from tests.search.simulated_programs import GIB, LANGUAGE_MODEL, SCENARIOS, SMALL_MODEL
 from tests.search.simulated_search import SimulatedSearch
 
@@ -34,6 +37,52 @@ def test_what_cures_the_bottleneck_is_tried_first_and_gains_add_up(new_directory
     assert leader == {
         "precision": "bf16", "compile_mode": "default", "compile_scope": "step", "optimizer_impl": "fused",
     }  # fmt: skip
+
+
+def test_a_value_is_tried_beside_what_goes_with_it(new_directory: NewDirectory) -> None:
+    """The loss in the compiled graph from the start: one cold compilation less than the model first."""
+    _, leader, tried = descended(LANGUAGE_MODEL, new_directory(), only=("compile_mode", "compile_scope"))
+    assert leader == {"compile_mode": "default", "compile_scope": "step"}
+    assert tried == [leader]
+
+
+def test_what_does_not_run_with_its_companions_is_tried_alone(new_directory: NewDirectory) -> None:
+    program = replace(LANGUAGE_MODEL, faults=(Fault("measure", {"compile_scope": "step"}, "compile_error"),))
+    _, leader, tried = descended(program, new_directory(), only=("compile_mode", "compile_scope"))
+    assert tried[:2] == [{"compile_mode": "default", "compile_scope": "step"}, {"compile_mode": "default"}]
+    assert leader == {"compile_mode": "default"}
+
+
+def test_what_runs_with_its_companions_and_gains_nothing_is_not_tried_alone(new_directory: NewDirectory) -> None:
+    program = Program(sample_seconds=0.001, sample_speedups={("compile_mode", "default"): 0.9})
+    _, leader, tried = descended(program, new_directory(), only=("compile_mode", "compile_scope"))
+    assert leader == {}
+    assert {"compile_mode": "default"} not in tried
+
+
+def test_companions_are_left_alone_where_they_may_not_move(new_directory: NewDirectory) -> None:
+    _, leader, tried = descended(LANGUAGE_MODEL, new_directory(), only=("compile_mode",))
+    assert tried[0] == leader == {"compile_mode": "default"}
+
+
+@pytest.mark.parametrize(("update_seconds", "is_tried"), [(0.0005, False), (0.01, True)])
+def test_no_implementation_of_the_update_is_tried_where_it_takes_next_to_nothing(
+    update_seconds: float, is_tried: bool, new_directory: NewDirectory
+) -> None:
+    program = Program(sample_seconds=0.002, update_seconds=update_seconds)
+    search = SimulatedSearch(program, LANGUAGE_FACTS, new_directory(), only=("optimizer_impl", "precision"))
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        search_compute(session, start)
+        tried = [session.changes(config) for config in search.machine.asked("measure")]
+        assert any("optimizer_impl" in changes for changes in tried) == is_tried
+        told = session.skipped.get("optimizer_impl")
+        assert told == (
+            None
+            if is_tried
+            else "optimizer_impl: the optimizer's update takes 1 % of a step, and no more can be gained"
+        )
 
 
 def test_recomputation_is_not_tried_for_speed(new_directory: NewDirectory) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from autotune.config import TrainingConfig
 from autotune.search.explore import explore
 from tests.search.promises import no_point_is_measured_twice, what_did_not_fit_is_left_alone
-from tests.search.simulated_programs import SCENARIOS
+from tests.search.simulated_machine import Program
+from tests.search.simulated_programs import GIB, LANGUAGE_MODEL, SCENARIOS
 from tests.search.simulated_search import Outcome, SimulatedSearch
 
 NewDirectory = Callable[[], Path]
+LANGUAGE_FACTS = SCENARIOS["language model"].facts
 CPU, SMALL_CARD = SCENARIOS["tables on a CPU"], SCENARIOS["language model in 16 GiB"]
 
 
@@ -73,3 +79,43 @@ def test_what_an_earlier_call_left_running_comes_first(new_directory: NewDirecto
     with again.begun() as session:
         explore(session)
     assert again.machine.asked("measure")[1] == lost
+
+
+def explored(program: Program, directory: Path, **options: Any) -> tuple[SimulatedSearch, list[dict[str, Any]]]:
+    """The search, and the changes of what was run beside the baseline."""
+    search = SimulatedSearch(program, LANGUAGE_FACTS, directory, budget_seconds=400.0, **options)
+    with search.begun() as session:
+        explore(session)
+        return search, [dict(session.changes(config)) for config in search.machine.asked("measure")[1:]]
+
+
+@pytest.mark.parametrize("limit_bytes", [16 * GIB, None])
+def test_what_only_saves_memory_is_run_where_the_same_does_not_fit_without(
+    limit_bytes: int | None, new_directory: NewDirectory
+) -> None:
+    names = ("activation_checkpointing", "batch_size")
+    search, tried = explored(LANGUAGE_MODEL, new_directory(), only=names, memory_limit_bytes=limit_bytes)
+    saved = [int(changes.get("batch_size", 32)) for changes in tried if "activation_checkpointing" in changes]
+    usable_bytes = limit_bytes or LANGUAGE_FACTS.machine.gpus[0].total_bytes
+    assert saved
+    assert not any(search.machine.usable(sized(search, size), usable_bytes) for size in saved)
+
+
+def sized(search: SimulatedSearch, size: int) -> TrainingConfig:
+    return search.space.baseline.replace({"batch_size": size})
+
+
+def test_a_value_that_lost_clearly_is_not_combined_further(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(LANGUAGE_MODEL, LANGUAGE_FACTS, new_directory(), budget_seconds=400.0)
+    with search.begun() as session:
+        session.measure(search.space.baseline.replace({"precision": "bf16"}), "compute")
+        explore(session)
+    later = search.machine.asked("measure")[2:]
+    assert later
+    assert all(config["precision"] != "as_is" for config in later)
+
+
+def test_an_update_that_takes_next_to_nothing_is_not_done_otherwise(new_directory: NewDirectory) -> None:
+    program = Program(sample_seconds=0.002, update_seconds=0.0005)
+    _, tried = explored(program, new_directory(), only=("optimizer_impl",))
+    assert tried == []

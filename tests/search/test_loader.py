@@ -27,7 +27,7 @@ def moved(
         assert start is not None
         leader = search_loader(session, start)
         ran = [int(config["num_workers"]) for config in search.machine.asked("measure")[1:]]
-        return int(leader.config["num_workers"]), ran, session.skipped
+        return int(leader.config["num_workers"]), ran, list(session.skipped.values())
 
 
 def test_as_many_as_the_step_needs_in_few_trials(new_directory: NewDirectory) -> None:

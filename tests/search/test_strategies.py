@@ -70,7 +70,7 @@ def test_exhaustive_measures_every_point_once_and_stops_none_early(new_directory
     measured = [trial.config for trial in outcome.session.trials if trial.round is None]
     assert sorted(config.key for config in measured) == sorted(config.key for config in points)
     assert not any(t.measurement is not None and t.measurement.stopped_early for t in outcome.session.trials)
-    assert outcome.session.skipped == []
+    assert outcome.session.skipped == {}
 
 
 def test_exhaustive_runs_what_does_not_fit_too(new_directory: NewDirectory) -> None:
@@ -86,7 +86,7 @@ def test_exhaustive_runs_what_does_not_fit_too(new_directory: NewDirectory) -> N
 def test_exhaustive_goes_on_over_several_calls(new_directory: NewDirectory) -> None:
     directory = new_directory()
     first = searched("exhaustive", directory, budget_seconds=60.0, **FEW)
-    assert any("points are not measured yet; the same command goes on" in one for one in first.session.skipped)
+    assert any("points are not measured yet; the same command goes on" in one for one in first.session.skipped.values())
     before = [t.config for t in first.session.trials if t.round is None]
     second = searched("exhaustive", directory, budget_seconds=1e6, **FEW)
     after = [t.config for t in second.session.trials if t.round is None]
