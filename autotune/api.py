@@ -324,6 +324,7 @@ def _result(opened: OpenedSession, started: Search, began: float, *, unconfirmed
         skipped=tuple(session.skipped.values()),
         earlier_trial_count=session.earlier_trial_count,
         search_seconds=time.monotonic() - began,
+        stage_seconds=session.stage_seconds,
         autotune_version=__version__,
     )
     result = TuningResult(recommend(evidence))

@@ -574,4 +574,6 @@ class Recommendation(Record):
     """What ran and is not recommended because it trains differently or failed later, one sentence each."""
     warnings: tuple[str, ...] = ()
     search_seconds: float
+    stage_seconds: dict[Stage, float] = Field(default_factory=dict)
+    """Of `search_seconds`, what the trial processes of each stage took; the rest is starting, and our own."""
     autotune_version: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 from autotune.config import TrainingConfig, value_text
 from autotune.quantities import (
@@ -16,7 +17,7 @@ from autotune.quantities import (
     format_rate,
     format_ratio,
 )
-from autotune.records import Answer, Ceiling, ParityResult, Recommendation
+from autotune.records import Answer, Ceiling, ParityResult, Recommendation, Stage
 from autotune.report.document import (
     Block,
     Document,
@@ -265,8 +266,21 @@ def _circumstances(recommendation: Recommendation) -> tuple[str, ...]:
         + ("" if limit is None else f", memory limited to {format_bytes(limit)}"),
         f"{_trials_text(recommendation)}; {'this call' if recommendation.earlier_trial_count else 'it'} took "
         f"{format_duration(recommendation.search_seconds)}, autotune {recommendation.autotune_version}",
+        *_stage_times(recommendation),
         *machine.notes,
     )
+
+
+def _stage_times(recommendation: Recommendation) -> tuple[str, ...]:
+    """Where the time went: each stage's trial processes, and the rest."""
+    stages = [
+        (stage, seconds) for stage in get_args(Stage) if (seconds := recommendation.stage_seconds.get(stage, 0.0))
+    ]
+    if not stages:
+        return ()
+    rest = recommendation.search_seconds - sum(seconds for _, seconds in stages)
+    parts = [f"{stage} {format_duration(seconds)}" for stage, seconds in stages]
+    return (f"{', '.join(parts)}, starting and the rest {format_duration(max(0.0, rest))}",)
 
 
 def _next_commands(study: Path) -> Verbatim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.advice.bottleneck import bottleneck, explain
@@ -20,6 +20,7 @@ from autotune.records import (
     Ceiling,
     Measurement,
     Recommendation,
+    Stage,
     WorkloadReference,
 )
 from autotune.search.answers import Results
@@ -40,6 +41,8 @@ class Evidence:
     earlier_trial_count: int
     """Trials that an earlier call of the same command ran."""
     search_seconds: float
+    stage_seconds: Mapping[Stage, float]
+    """Of them, what the trial processes of each stage took."""
     autotune_version: str
 
 
@@ -79,6 +82,7 @@ def recommend(evidence: Evidence) -> Recommendation:
             *evidence.warnings,
         ),
         search_seconds=evidence.search_seconds,
+        stage_seconds=dict(evidence.stage_seconds),
         autotune_version=evidence.autotune_version,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,6 +59,8 @@ class Session:
     baseline: TrainingConfig | None = None
     """The configuration that everything is compared with, once it ran."""
     warnings: list[str] = field(default_factory=list)
+    stage_seconds: dict[Stage, float] = field(default_factory=lambda: defaultdict(float))
+    """What the trial processes of each stage took in this call."""
     skipped: dict[str, str] = field(default_factory=dict)
     """What was not tried, by knob or in words, to a sentence that says why."""
 
@@ -140,6 +143,7 @@ class Session:
             seconds=answer.seconds,
             machine_identity=self.facts.machine.identity,
         )
+        self.stage_seconds[stage] += answer.seconds
         if not confirms:
             self.budget.spend_trial()
             trial = self._with_parity(trial)
@@ -228,6 +232,7 @@ class Session:
         started_at = time.time()
         self.watcher.time_left(self.budget.left())
         answer = self.backend.run(self._request(kind, config), self.watcher.phase)
+        self.stage_seconds[kind] += answer.seconds
         self._remember_probe(kind, config, answer)
         self.study.add_probe(
             Probe(

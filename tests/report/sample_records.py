@@ -134,7 +134,8 @@ def recommendation(**changes: Any) -> Recommendation:
         "baseline": answer(BASELINE, training_hours=7.6, weight_per_second=229_000.0), "best": fast_answer(),
         "free_batch": None, "bottleneck": "compute", "ceilings": (ceiling(),), "trial_count": 31,
         "failure_counts": {"timeout": 1, "device_oom": 2}, "rejected": ("fp16 was 1.1x faster and its gradient wrong",),
-        "warnings": ("another process used the GPU",), "search_seconds": 500.0, "autotune_version": "0.1.0",
+        "warnings": ("another process used the GPU",), "search_seconds": 500.0,
+        "stage_seconds": {"soak": 36.0, "baseline": 11.0, "confirm": 400.0}, "autotune_version": "0.1.0",
     }  # fmt: skip
     return Recommendation(**{**fields, **changes})
 

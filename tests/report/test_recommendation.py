@@ -193,6 +193,11 @@ def test_where_it_was_measured_is_told() -> None:
     assert "on NVIDIA H200, torch 2.11.0 - 31 trials; it took 8 min 20 s, autotune 0.1.0" in told()
 
 
+def test_where_the_time_went_is_told() -> None:
+    assert "baseline 11 s, confirm 6 min 40 s, soak 36 s, starting and the rest 53 s" in told()
+    assert "starting and the rest" not in told(stage_seconds={})
+
+
 def test_trials_are_counted_as_show_lists_them_and_those_of_earlier_calls_named() -> None:
     assert "of 40 trials (9 of them to confirm): 2" in told(confirmation_count=9)
     text = told(confirmation_count=9, earlier_trial_count=12)

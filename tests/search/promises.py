@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from autotune.records import OUT_OF_MEMORY, Answer
 from tests.search.simulated_search import Outcome
 
@@ -17,6 +19,7 @@ def hold_promises(outcome: Outcome, *, overrun: float = 1.15) -> None:
     for answer in (recommendation.best, recommendation.free_batch):
         if answer is not None and answer.config != recommendation.baseline.config:
             is_backed_by_evidence(outcome, answer)
+    assert sum(recommendation.stage_seconds.values()) == pytest.approx(outcome.machine.now_seconds)
     held = outcome.asked.facts.global_batch_size
     if held is not None:
         assert recommendation.best.effective_batch_size == held

@@ -144,6 +144,7 @@ class SimulatedSearch:
             skipped=tuple(session.skipped.values()),
             earlier_trial_count=session.earlier_trial_count,
             search_seconds=self.machine.now_seconds,
+            stage_seconds=session.stage_seconds,
             autotune_version="0",
         )
         return Outcome(self, session, search, recommend(evidence), interrupted)
