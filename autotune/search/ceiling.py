@@ -13,8 +13,9 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
-EXACT_UP_TO = 64
+EXACT_UP_TO = 300
 """Ceilings up to here are found to the last sample."""
 
 CAUTION = 0.9
@@ -42,6 +43,15 @@ class _Reading:
     affine: bool
 
 
+class _Step(NamedTuple):
+    """The next batch, or None and the reason to stop."""
+
+    batch: int | None
+    reason: str = ""
+    predicted: bool = False
+    """Two readings say that it fits and nothing above it does."""
+
+
 class CeilingSearch:
     """Steps towards the largest batch that fits: `next()` names one, `tell()` says what became of it.
 
@@ -50,9 +60,10 @@ class CeilingSearch:
     `start` is tried first, or the next smaller one that is allowed: expected to fit, and better not 1.
 
     The answer is exact up to `EXACT_UP_TO`; above that it may be the share `resolution` below the true ceiling, which
-    saves probes. Where the bytes are affine and `start` fits, at most three probes are made and none fails, with two
-    exceptions: from batch 1 with room for less than a second one, only running 2 tells; and readings on a plateau, or
-    from either side of its end, can cost a failure and a few probes more.
+    saves probes. Where the bytes are affine and `start` fits, at most three probes are made and none fails, with one
+    exception: where there may be no room for more than the smallest size, only running the next tells. Readings on a
+    plateau, or from either side of its end, can cost failures and probes more. Where readings are not exact, a
+    prediction that ran is the answer unless they now predict more than `resolution` above it.
 
     Raises ValueError where nothing is left to try.
     """
@@ -76,17 +87,20 @@ class CeilingSearch:
         self._start = start
         self._resolution = resolution
         self._readings: dict[int, _Reading] = {}
+        self._predicted: set[int] = set()
 
     def next(self) -> int | None:
         """The batch to probe, or None when the answer is known. Never one that was told already."""
-        return self._choose()[0]
+        step = self._choose()
+        if step.predicted and step.batch is not None:
+            self._predicted.add(step.batch)
+        return step.batch
 
     def tell(self, batch: int, *, fits: bool, peak_bytes: int | None, affine: bool) -> None:
         """What became of a batch, whether or not it was asked for.
 
-        `fits`: it ran and left the margin. `peak_bytes`: what it took of the limit, of a probe that failed
-        too where that is known. `affine`: these bytes grow in
-        proportion to the batch (a CUDA allocator, outside CUDA graphs).
+        `fits`: it ran and left the margin. `peak_bytes`: what it took of the limit, of a probe that failed too where
+        that is known. `affine`: these bytes grow in proportion to the batch (a CUDA allocator).
         """
         self._readings.pop(batch, None)
         self._readings[batch] = _Reading(batch, fits, peak_bytes, affine)
@@ -98,7 +112,7 @@ class CeilingSearch:
             largest_batch_size=low.batch if low else None,
             smallest_failed_batch_size=high.batch if high else None,
             probes=len(self._readings),
-            stopped_because=self._choose()[1],
+            stopped_because=self._choose().reason,
         )
 
     def _low(self) -> _Reading | None:
@@ -112,8 +126,7 @@ class CeilingSearch:
         failed = [one for one in self._readings.values() if not one.fits and (low is None or one.batch > low.batch)]
         return min(failed, key=lambda one: one.batch, default=None)
 
-    def _choose(self) -> tuple[int | None, str]:
-        """The next batch, or None and the reason to stop."""
+    def _choose(self) -> _Step:
         low, high = self._low(), self._high()
         first = bisect.bisect_right(self._sizes, low.batch) if low else 0
         end = bisect.bisect_left(self._sizes, high.batch) if high else len(self._sizes)
@@ -121,28 +134,27 @@ class CeilingSearch:
         if low is None:
             return self._first_that_fits(open_sizes, high)
         if not open_sizes and high is None:
-            return None, f"{low.batch} is the largest batch that may be tried"
+            return _Step(None, f"{low.batch} is the largest batch that may be tried")
         if not open_sizes or (high is not None and self._close_enough(low.batch, open_sizes[-1])):
             assert high is not None
-            return None, f"{high.batch} did not fit"
+            return _Step(None, f"{high.batch} did not fit")
         if self._usable_bytes is not None and low.affine and low.peak_bytes:
-            chosen = self._by_bytes(low, low.peak_bytes, self._usable_bytes, open_sizes, high)
-            if chosen is not None:
-                return chosen
+            step = self._by_bytes(low, low.peak_bytes, self._usable_bytes, open_sizes, high)
+            if step is not None:
+                return step
         target = 2 * low.batch if high is None else (low.batch + high.batch) // 2
-        return open_sizes[min(bisect.bisect_left(open_sizes, target), len(open_sizes) - 1)], ""
+        return _Step(open_sizes[min(bisect.bisect_left(open_sizes, target), len(open_sizes) - 1)])
 
-    def _first_that_fits(self, open_sizes: Sequence[int], high: _Reading | None) -> tuple[int | None, str]:
+    def _first_that_fits(self, open_sizes: Sequence[int], high: _Reading | None) -> _Step:
         """Nothing has fitted yet: `start` unless it is known to be too large, then halves."""
         if not open_sizes:
-            return None, f"not even {self._sizes[0]} fits"
-        return _at_most(
-            self._start if high is None or self._start < high.batch else high.batch // 2, open_sizes
-        ) or open_sizes[0], ""
+            return _Step(None, f"not even {self._sizes[0]} fits")
+        target = self._start if high is None or self._start < high.batch else high.batch // 2
+        return _Step(_at_most(target, open_sizes) or open_sizes[0])
 
     def _by_bytes(
         self, low: _Reading, peak_bytes: int, usable_bytes: int, open_sizes: Sequence[int], high: _Reading | None
-    ) -> tuple[int | None, str] | None:
+    ) -> _Step | None:
         """What affine bytes say to do; None where they say nothing, or something that a failure has refuted."""
         slope = self._slope()
         # A prediction that failed is not followed by another: from a plateau it would creep down one batch at a time.
@@ -151,22 +163,26 @@ class CeilingSearch:
             if high is None or predicted < high.batch:
                 batch = _at_most(predicted, open_sizes)
                 if batch is None or self._close_enough(low.batch, batch):
-                    return None, f"{open_sizes[0]} is predicted to need more than the {usable_bytes} usable bytes"
-                return batch, ""
+                    return _Step(
+                        None, f"{open_sizes[0]} is predicted to need more than the {usable_bytes} usable bytes"
+                    )
+                return _Step(batch, predicted=True)
         safe = _at_most(int(CAUTION * low.batch * usable_bytes / peak_bytes), open_sizes)
         far_enough = 2 * low.batch if high is None else (low.batch + high.batch) / 2
-        if safe is not None and safe >= far_enough:
-            return safe, ""
+        if safe is not None and (safe >= far_enough or safe == open_sizes[-1]):
+            return _Step(safe)
         # A second reading, below, costs one probe that fits; halving the rest of the way costs several that may not.
-        only_reading = sum(one.affine for one in self._readings.values()) == 1
+        only_reading = sum(one.fits and one.affine for one in self._readings.values()) == 1
         smaller = _at_most(low.batch // 2, self._sizes)
-        if only_reading and smaller is not None and len(open_sizes) > 2:
-            return smaller, ""
-        return None
+        return _Step(smaller) if only_reading and smaller is not None and smaller not in self._readings else None
 
     def _slope(self) -> Fraction | None:
-        """Bytes a sample between the largest affine reading and one at most four fifths of it; None on a plateau."""
-        told = [one for one in self._readings.values() if one.affine and one.peak_bytes]
+        """Bytes a sample between the largest affine reading and one at most four fifths of it; None on a plateau.
+
+        Of readings that fit alone: from these, even from a plateau, what is predicted is no less than the true ceiling,
+        so a prediction that ran is the answer. A line up to one that did not fit would predict less.
+        """
+        told = [one for one in self._readings.values() if one.fits and one.affine and one.peak_bytes]
         readings = sorted(told, key=lambda one: one.batch)
         if len(readings) < 2:
             return None
@@ -178,7 +194,9 @@ class CeilingSearch:
         return slope if slope > 0 else None
 
     def _close_enough(self, batch: int, better: int) -> bool:
-        return batch >= EXACT_UP_TO and better <= batch * (1 + self._resolution)
+        """Whether running `better` could gain too little over `batch`, which ran."""
+        exact = batch < EXACT_UP_TO and batch not in self._predicted
+        return not exact and better <= batch * (1 + self._resolution)
 
 
 def _at_most(target: int, sizes: Sequence[int]) -> int | None:
