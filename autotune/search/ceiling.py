@@ -10,7 +10,7 @@ Whatever was predicted, only a batch that ran is an answer.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -20,6 +20,9 @@ EXACT_UP_TO = 300
 
 CAUTION = 0.9
 """Share of a safe bound that is probed, since the reading under it is not exact to the last byte."""
+
+APART = 0.8
+"""A slope is taken from two batches of which one is at most this share of the other, where there are such."""
 
 
 @dataclass(frozen=True)
@@ -177,26 +180,29 @@ class CeilingSearch:
         return _Step(smaller) if only_reading and smaller is not None and smaller not in self._readings else None
 
     def _slope(self) -> Fraction | None:
-        """Bytes a sample between the largest affine reading and one at most four fifths of it; None on a plateau.
-
-        Of readings that fit alone: from these, even from a plateau, what is predicted is no less than the true ceiling,
-        so a prediction that ran is the answer. A line up to one that did not fit would predict less.
-        """
-        told = [one for one in self._readings.values() if one.fits and one.affine and one.peak_bytes]
-        readings = sorted(told, key=lambda one: one.batch)
-        if len(readings) < 2:
-            return None
-        top = readings[-1]
-        apart = [one for one in readings[:-1] if one.batch <= 0.8 * top.batch]
-        partner = (apart or readings[:-1])[-1]
-        assert top.peak_bytes is not None and partner.peak_bytes is not None
-        slope = Fraction(top.peak_bytes - partner.peak_bytes, top.batch - partner.batch)
-        return slope if slope > 0 else None
+        """Of readings that fit alone: from these, even from a plateau, what is predicted is no less than the true
+        ceiling, so a prediction that ran is the answer. A line up to one that did not fit would predict less."""
+        told = [one for one in self._readings.values() if one.fits and one.affine]
+        return bytes_per_sample({one.batch: one.peak_bytes for one in told if one.peak_bytes})
 
     def _close_enough(self, batch: int, better: int) -> bool:
         """Whether running `better` could gain too little over `batch`, which ran."""
         exact = batch < EXACT_UP_TO and batch not in self._predicted
         return not exact and better <= batch * (1 + self._resolution)
+
+
+def bytes_per_sample(peaks: Mapping[int, int]) -> Fraction | None:
+    """Bytes a sample between the largest batch of `peaks` and the next that is `APART` from it.
+
+    None where there are fewer than two, and where the bytes do not grow between them: a plateau.
+    """
+    if len(peaks) < 2:
+        return None
+    *smaller, top = sorted(peaks)
+    apart = [batch for batch in smaller if batch <= APART * top]
+    partner = (apart or smaller)[-1]
+    slope = Fraction(peaks[top] - peaks[partner], top - partner)
+    return slope if slope > 0 else None
 
 
 def _at_most(target: int, sizes: Sequence[int]) -> int | None:
