@@ -322,6 +322,7 @@ def _result(opened: OpenedSession, started: Search, began: float, *, unconfirmed
         memory_limit_bytes=session.memory_limit_bytes(),
         warnings=tuple(dict.fromkeys([*opened.pool.notes, *session.warnings])),
         skipped=tuple(session.skipped.values()),
+        short_of=session.short_of,
         earlier_trial_count=session.earlier_trial_count,
         search_seconds=time.monotonic() - began,
         stage_seconds=session.stage_seconds,

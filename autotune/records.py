@@ -570,6 +570,8 @@ class Recommendation(Record):
     earlier_trial_count: int = 0
     """Of both together, those that earlier calls of the same command ran."""
     failure_counts: dict[str, int]
+    other_settings: tuple[str, ...] = ()
+    """What was tried beside `best` and left out, and what was not tried and why, one sentence each."""
     rejected: tuple[str, ...]
     """What ran and is not recommended because it trains differently or failed later, one sentence each."""
     warnings: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal
 
 from autotune.knobs.base import Knob
@@ -56,15 +56,24 @@ def bottleneck(
     return "host" if measurement.compiled_graphs else "launch"
 
 
-def explain(cause: Bottleneck, measurement: Measurement, knobs: Sequence[Knob]) -> tuple[str, ...]:
-    """A sentence that says what holds the step back, with the figures that show it, and one of the knobs that cure it.
+def explain(
+    cause: Bottleneck, measurement: Measurement, knobs: Sequence[Knob], *, changed: Set[str], tried: Set[str]
+) -> tuple[str, ...]:
+    """A sentence that says what holds the step back, with the figures that show it, and what became of the knobs that
+    may cure it.
 
-    `knobs` are those that can be moved here.
+    `knobs` are those that can be moved here, `changed` the names of those that the answer moves, `tried` of all that
+    were moved in some trial.
     """
-    cures = [knob for knob in knobs if cause in knob.cures]
+    cures = [knob.name for knob in knobs if cause in knob.cures]
     if not cures:
         return (_cause_text(cause, measurement), "none of the knobs that can be moved here helps against that")
-    return (_cause_text(cause, measurement), f"what helps against that: {', '.join(knob.name for knob in cures)}")
+    outcomes = (
+        ("what helps against that", [name for name in cures if name in changed]),
+        ("tried against that, without success", [name for name in cures if name in tried - changed]),
+        ("what may help against that, and was not tried", [name for name in cures if name not in tried | changed]),
+    )
+    return (_cause_text(cause, measurement), *(f"{what}: {', '.join(names)}" for what, names in outcomes if names))
 
 
 def _cause_text(cause: Bottleneck, measurement: Measurement) -> str:

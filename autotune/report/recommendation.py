@@ -48,6 +48,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         *lines_if_any("Price", recommendation.best.prices),
         *_free_batch(recommendation),
         *ceilings_grid(recommendation.ceilings, recommendation.baseline.config),
+        *lines_if_any("Other settings", recommendation.other_settings),
         *lines_if_any("Ran, and not recommended", recommendation.rejected, "warning"),
         *lines_if_any("Failed trials", _failure_counts(recommendation)),
         *lines_if_any("Warnings", recommendation.warnings, "warning"),

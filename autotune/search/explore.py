@@ -53,7 +53,7 @@ def _run_proposals(
     """Measures what the sampler proposes, unless it is refused with a reason or longer than what is left. Returns how
     many were measured."""
     measured = refused = 0
-    while session.budget.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW and not ended(session):
+    while session.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW and not ended(session):
         config = session.study.propose()
         if session.study.knows(config):
             break

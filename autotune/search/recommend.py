@@ -24,6 +24,8 @@ from autotune.records import (
     WorkloadReference,
 )
 from autotune.search.answers import Results
+from autotune.search.cautions import few_rounds, moved
+from autotune.search.coverage import ShortOf, other_settings, tried_knobs
 from autotune.stats import ratio_from_intervals
 
 
@@ -38,6 +40,8 @@ class Evidence:
     memory_limit_bytes: int | None
     warnings: tuple[str, ...]
     skipped: tuple[str, ...]
+    """What stages say of knobs that they left alone."""
+    short_of: ShortOf | None
     earlier_trial_count: int
     """Trials that an earlier call of the same command ran."""
     search_seconds: float
@@ -72,9 +76,13 @@ def recommend(evidence: Evidence) -> Recommendation:
         confirmation_count=sum(trial.round is not None for trial in results.trials),
         earlier_trial_count=evidence.earlier_trial_count,
         failure_counts=dict(Counter(failure.kind for failure in failures)),
+        other_settings=other_settings(
+            results, best.config, evidence.knobs, skipped=evidence.skipped, short_of=evidence.short_of
+        ),
         rejected=_rejected(results, baseline),
         warnings=(
             *_growth(as_it_is),
+            *_uncertain(results, best, free),
             *_cached(results, best.config),
             *_compiled_piecemeal(results, best.config),
             *_left_out(results, best.config),
@@ -100,12 +108,24 @@ def _explained(
     why = list(reasons(answer.config, results.baseline, results.trials, evidence.knobs))
     if cause is not None:
         movable = [knob for knob in evidence.knobs if knob.name in results.space.varied]
-        why = [*explain(cause, as_it_is, movable), *why]
+        changed = answer.config.changes_from(results.baseline).keys()
+        why = [*explain(cause, as_it_is, movable, changed=changed, tried=tried_knobs(results)), *why]
     return answer.model_copy(
         update={
-            "reasons": (*why, *evidence.skipped),
+            "reasons": tuple(why),
             "prices": prices(answer, baseline, results.space.facts.workload, evidence.knobs),
         }
+    )
+
+
+def _uncertain(results: Results, best: Answer, free: Answer | None) -> tuple[str, ...]:
+    """That the figures of the answers are less sure than their intervals say."""
+    more = "the same command goes on, and measures it again"
+    return (
+        *few_rounds(results, best.config, "the recommendation", more),
+        *(few_rounds(results, free.config, "the second answer", more) if free is not None else ()),
+        *moved(results, results.baseline, "your own program"),
+        *(moved(results, best.config, "the recommendation") if best.config != results.baseline else ()),
     )
 
 

@@ -26,6 +26,7 @@ from autotune.records import (
 from autotune.search.answers import Results
 from autotune.search.backend import TrialBackend
 from autotune.search.budget import Budget
+from autotune.search.coverage import ShortOf
 from autotune.search.obstacles import Obstacles
 from autotune.search.pace import Pace, slow_to_start, trial_request
 from autotune.search.study import Study
@@ -64,6 +65,8 @@ class Session:
     skipped: dict[str, str] = field(default_factory=dict)
     """What was not tried, by knob or in words, to a sentence that says why."""
 
+    short_of: ShortOf | None = None
+    """What kept the search from trying more; None where it had enough of it."""
     earlier_trial_count: int = 0
     """Of the trials, those that an earlier call ran."""
 
@@ -353,7 +356,14 @@ class Session:
 
     def affords(self, config: TrainingConfig) -> bool:
         """Whether a trial of this configuration fits into what the budget leaves before its reserve."""
-        return self.budget.allows(self.expected_seconds(config))
+        return self.allows(self.expected_seconds(config))
+
+    def allows(self, seconds: float) -> bool:
+        """Whether a trial of so many seconds fits there; that one did not is remembered."""
+        allowed = self.budget.allows(seconds)
+        if not allowed:
+            self.short_of = "trials" if self.budget.trials_left == 0 else "time"
+        return allowed
 
     def expected_seconds(self, config: TrainingConfig) -> float:
         """How long a trial of this configuration is likely to take: as long as the last few of its kind that ran.

@@ -9,6 +9,7 @@ from autotune.quantities import format_share
 from autotune.records import Answer, Failure, ParityResult, Ratio, Recommendation, Standing, Trial
 from autotune.search.answers import WORTHWHILE_GAIN, settled
 from autotune.search.baseline import baseline_error, run_baseline
+from autotune.search.cautions import few_rounds, moved
 from autotune.search.confirm import MOST_ROUNDS
 from autotune.search.session import Session
 from autotune.search.watcher import PassingWatcher
@@ -170,6 +171,17 @@ class _Verification:
         last = [trial.seconds for trial in self.session.trials if trial.round == number - 1]
         return self.session.budget.left() > sum(last)
 
+    def _uncertain(self) -> tuple[str, ...]:
+        """What makes today's figures less sure than their intervals say."""
+        results, more = self.session.results(), "give more time with --budget"
+        if not results.measurements(self.config, rounds=True):
+            return moved(results, self._baseline, "your own program")
+        return (
+            *few_rounds(results, self.config, "the recommendation", more),
+            *moved(results, self._baseline, "your own program"),
+            *moved(results, self.config, "the recommendation"),
+        )
+
     def _answer(self, config: TrainingConfig) -> Answer:
         return self.session.results().answer(config)
 
@@ -188,7 +200,7 @@ class _Verification:
             parity=_parity(session, self.config),
             # What it printed lies in a directory that is gone when this is read.
             failure=None if failure is None else failure.model_copy(update={"output_path": None}),
-            warnings=tuple(session.warnings),
+            warnings=(*session.warnings, *self._uncertain()),
             seconds=session.budget.elapsed(),
         )
 

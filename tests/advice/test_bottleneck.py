@@ -103,15 +103,28 @@ def test_on_a_cpu_only_the_shortest_steps_are_the_hosts() -> None:
 def test_the_cause_is_told_with_the_figures_that_show_it(
     cause: Bottleneck, changes: dict[str, Any], sentence: str
 ) -> None:
-    assert explain(cause, measurement(**changes), KNOBS)[0] == sentence
+    assert explain(cause, measurement(**changes), KNOBS, changed=set(), tried=set())[0] == sentence
 
 
 @pytest.mark.parametrize("cause", get_args(Bottleneck))
 def test_the_cures_named_are_the_knobs_that_declare_them(cause: Bottleneck) -> None:
     cures = [knob.name for knob in KNOBS if cause in knob.cures]
     assert cures
-    assert explain(cause, measurement(), KNOBS)[1] == f"what helps against that: {', '.join(cures)}"
+    told = explain(cause, measurement(), KNOBS, changed=set(cures), tried=set(cures))
+    assert told[1:] == (f"what helps against that: {', '.join(cures)}",)
+
+
+def test_cures_that_did_not_help_and_those_that_were_not_tried_are_called_that() -> None:
+    told = explain("loader", measurement(), KNOBS, changed={"pin_memory"}, tried={"num_workers", "pin_memory"})
+    assert told[1:] == (
+        "what helps against that: pin_memory",
+        "tried against that, without success: num_workers",
+        "what may help against that, and was not tried: prefetch_factor",
+    )
 
 
 def test_a_cause_without_a_cure_says_so() -> None:
-    assert explain("loader", measurement(), ())[1] == "none of the knobs that can be moved here helps against that"
+    assert (
+        explain("loader", measurement(), (), changed=set(), tried=set())[1]
+        == "none of the knobs that can be moved here helps against that"
+    )

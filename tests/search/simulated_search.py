@@ -142,6 +142,7 @@ class SimulatedSearch:
             memory_limit_bytes=session.memory_limit_bytes(),
             warnings=tuple(session.warnings),
             skipped=tuple(session.skipped.values()),
+            short_of=session.short_of,
             earlier_trial_count=session.earlier_trial_count,
             search_seconds=self.machine.now_seconds,
             stage_seconds=session.stage_seconds,

@@ -61,7 +61,7 @@ def test_a_step_that_is_compiled_in_pieces_is_recommended_with_a_warning(tmp_pat
     ]
     evidence = Evidence(
         results=dataclasses.replace(results, trials=in_pieces), ceilings=(), reference=REFERENCE, knobs=KNOBS,
-        memory_limit_bytes=None, warnings=(), skipped=(), earlier_trial_count=0, search_seconds=1.0,
+        memory_limit_bytes=None, warnings=(), skipped=(), short_of=None, earlier_trial_count=0, search_seconds=1.0,
         stage_seconds={}, autotune_version="0",
     )  # fmt: skip
     assert any(text.startswith("the compiler left the step 4 times") for text in recommend(evidence).warnings)

@@ -102,7 +102,7 @@ def recommended(
     return recommend(
         Evidence(
             results=results, ceilings=ceilings, reference=REFERENCE, knobs=KNOBS, memory_limit_bytes=139 * GIB,
-            warnings=warnings, skipped=("num_workers: enough",), earlier_trial_count=3,
+            warnings=warnings, skipped=("num_workers: enough",), short_of="time", earlier_trial_count=3,
             search_seconds=321.0, stage_seconds={"compute": 300.0}, autotune_version="0",
         )
     )  # fmt: skip
@@ -390,7 +390,7 @@ def test_warnings_reasons_and_leaks_are_passed_on() -> None:
         warning.startswith("your program's memory grows by 2.00 MiB with every step") for warning in found.warnings
     )
     assert found.warnings[-1] == "the card was hot"
-    assert "num_workers: enough" in found.best.reasons
+    assert "num_workers: enough" in found.other_settings
 
 
 def test_the_same_trials_give_the_same_recommendation() -> None:

@@ -1,0 +1,52 @@
+"""What should make a person doubt the figures beyond their intervals. Pure, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.config import TrainingConfig
+from autotune.quantities import format_rate, format_share
+from autotune.records import Measurement
+from autotune.search.answers import PROCESS_SPREAD, Results
+
+FEW_ROUNDS = 1
+"""So many do not show how far processes differ: their interval comes from what is expected of a quiet machine."""
+NOTABLE_MOVE = 1 + 4 * PROCESS_SPREAD
+"""Two measurements of the same settings that are further apart than this, and than both their intervals, want a reason."""
+
+
+def few_rounds(results: Results, config: TrainingConfig, whose: str, more: str) -> tuple[str, ...]:
+    """The warning where a configuration was measured beside the baseline once at most. `more` says how to know better."""
+    rounds = len(results.round_pairs(config))
+    if config == results.baseline or rounds > FEW_ROUNDS:
+        return ()
+    seen = "not measured again beside your settings" if rounds == 0 else "measured again beside your settings only once"
+    return (
+        f"{whose} was {seen}: how much processes differ on this machine was not seen, so the interval is that of a quiet "
+        f"machine, and other work on it makes it wrong; {more}",
+    )
+
+
+def moved(results: Results, config: TrainingConfig, whose: str) -> tuple[str, ...]:
+    """The warning where measurements of one configuration are further apart than their intervals let expect."""
+    found = [one for rounds in (False, True) for one in results.measurements(config, rounds=rounds)]
+    ends = _ends([one for one in found if not one.stopped_early])
+    if ends is None:
+        return ()
+    slow, fast = ends
+    more = format_share(fast.samples_per_second / slow.samples_per_second - 1)
+    return (
+        f"{whose} ran at {format_rate(slow.samples_per_second)} samples/s in one measurement and at "
+        f"{format_rate(fast.samples_per_second)} in another, {more} more, which is further apart than either spreads: other "
+        "work on this machine? What differs by less than that is not certain",
+    )
+
+
+def _ends(measurements: Sequence[Measurement]) -> tuple[Measurement, Measurement] | None:
+    """The slowest and the fastest, where nothing but a change of the machine explains both."""
+    if len(measurements) < 2:
+        return None
+    slow = min(measurements, key=lambda one: one.samples_per_second)
+    fast = max(measurements, key=lambda one: one.samples_per_second)
+    apart = slow.interval[1] < fast.interval[0]
+    return (slow, fast) if apart and fast.samples_per_second > NOTABLE_MOVE * slow.samples_per_second else None

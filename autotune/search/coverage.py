@@ -1,0 +1,151 @@
+"""What a search tried beside the settings that it recommends, and what it did not try and why. Pure, from its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from autotune.config import TrainingConfig, Value, settings_text
+from autotune.knobs.base import Knob
+from autotune.quantities import format_ratio, format_share
+from autotune.records import OUT_OF_MEMORY, Measurement, Trial
+from autotune.search.answers import Results
+
+ShortOf = Literal["time", "trials"]
+"""What kept a search from trying more: the budget's seconds, or the number of trials that was asked for."""
+VALUES_SHOWN = 3
+"""Of each knob, those that came closest."""
+
+
+def tried_knobs(results: Results) -> frozenset[str]:
+    """Names of the knobs of which another value than the baseline's was run, whatever became of it."""
+    return frozenset(name for trial in results.trials for name in trial.config.changes_from(results.baseline))
+
+
+def other_settings(
+    results: Results, chosen: TrainingConfig, knobs: Sequence[Knob], *, skipped: Sequence[str], short_of: ShortOf | None
+) -> tuple[str, ...]:
+    """Sentences: what was tried and is not part of the answer, with what it gave; then what was not tried, and why.
+
+    `skipped` holds what the stages say of knobs that they left alone, each sentence with the names before its colon.
+    """
+    searched = [knob for knob in knobs if knob.name in results.space.varied]
+    left_out = [text for knob in searched for text in _left_out(results, chosen, knob)]
+    tried = (f"tried, and left out: {', '.join(left_out)}",) if left_out else ()
+    if results.settings.strategy == "exhaustive":
+        return (*tried, *skipped)
+    told = {name.strip() for sentence in skipped for name in sentence.partition(":")[0].split(",")}
+    return (*tried, *skipped, *_untried(results, chosen, [k for k in searched if k.name not in told], short_of))
+
+
+# --- what was tried ---------------------------------------------------------------------------------------------------
+
+
+def _left_out(results: Results, chosen: TrainingConfig, knob: Knob) -> Iterator[str]:
+    """The knob's values that ran and were not taken, those that came closest first, such as `precision=bf16 (0.99x)`."""
+    values = dict.fromkeys(t.config[knob.name] for t in results.trials if t.round is None)
+    own = (chosen[knob.name], results.baseline[knob.name])
+    seen = [(_gain(results, chosen, knob, value), value) for value in values if value not in own]
+    seen.sort(key=lambda one: -1.0 if one[0] is None else one[0], reverse=True)
+    for gain, value in seen[:VALUES_SHOWN]:
+        yield f"{settings_text({knob.name: value})} ({_outcome(results, knob, value, gain)})"
+    if len(seen) > VALUES_SHOWN:
+        yield f"{len(seen) - VALUES_SHOWN} more of {knob.name}"
+
+
+def _gain(results: Results, chosen: TrainingConfig, knob: Knob, value: Value) -> float | None:
+    """How many times better it was with this value than with the one that was taken, all else alike, at best; None where
+    that was not seen."""
+    gains = []
+    for trial in results.trials:
+        if trial.config[knob.name] != value or trial.measurement is None or trial.round is not None:
+            continue
+        other = results.first_measurement(trial.config.replace({knob.name: chosen[knob.name]}))
+        if other is not None:
+            gains.append(_times_better(results, trial.measurement, other))
+    return max(gains, default=None)
+
+
+def _times_better(results: Results, one: Measurement, other: Measurement) -> float:
+    if results.settings.objective == "memory":
+        return other.memory.peak_allocated_bytes / max(1, one.memory.peak_allocated_bytes)
+    return one.samples_per_second / other.samples_per_second
+
+
+def _outcome(results: Results, knob: Knob, value: Value, gain: float | None) -> str:
+    failures = [t.failure for t in results.trials if t.config[knob.name] == value]
+    if all(failure is not None for failure in failures):
+        return next(failure.kind for failure in failures if failure is not None)
+    if gain is None:
+        return "with other changes only"
+    return f"{format_share(1 / gain)} of the memory" if results.settings.objective == "memory" else format_ratio(gain)
+
+
+# --- what was not -----------------------------------------------------------------------------------------------------
+
+
+def _untried(
+    results: Results, chosen: TrainingConfig, knobs: Sequence[Knob], short_of: ShortOf | None
+) -> Iterator[str]:
+    """One sentence for each reason that there is."""
+    tried = tried_knobs(results)
+    savers, hopeless, missed = [], [], []
+    for knob in knobs:
+        usable = [value for value in _usable(results, chosen, knob) if not _ran(results.trials, knob, value)]
+        if knob.name in tried:
+            missed += [settings_text({knob.name: value}) for value in _better(results, chosen, knob, usable)]
+        elif knob.cures == {"memory"} and results.settings.objective != "memory" and not _memory_lacked(results):
+            savers.append(knob.name)
+        elif usable and not _is_count(usable[0]) and not _better(results, chosen, knob, usable):
+            hopeless.append(knob.name)
+        elif usable:
+            missed.append(knob.name)
+    if savers:
+        yield f"not tried, since all that it saves is memory, which nothing lacked: {', '.join(savers)}"
+    if hopeless:
+        yield f"not tried, since nothing faster than yours is expected of it here: {', '.join(hopeless)}"
+    if missed:
+        yield _missed_text(missed, "interrupt" if results.unconfirmed else short_of)
+
+
+def _usable(results: Results, chosen: TrainingConfig, knob: Knob) -> list[Value]:
+    """The knob's other values that do not conflict with the answer."""
+    return [
+        value
+        for value in results.space.choices[knob.name]
+        if value != chosen[knob.name] and results.space.conflict(chosen.replace({knob.name: value})) is None
+    ]
+
+
+def _better(results: Results, chosen: TrainingConfig, knob: Knob, values: Sequence[Value]) -> list[Value]:
+    """Those that the knob expects to beat what the answer has; of numbers, which are many, none are named."""
+    order = list(knob.prior(results.space.facts))
+    own = chosen[knob.name]
+    hopeful = order[: order.index(own)] if own in order else order
+    return [value for value in values if value in hopeful and not _is_count(value)]
+
+
+def _is_count(value: Value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ran(trials: Sequence[Trial], knob: Knob, value: Value) -> bool:
+    return any(trial.config[knob.name] == value for trial in trials)
+
+
+def _memory_lacked(results: Results) -> bool:
+    return any(trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY for trial in results.trials)
+
+
+def _missed_text(missed: Sequence[str], reason: ShortOf | Literal["interrupt"] | None) -> str:
+    names = ", ".join(missed)
+    goes_on = "the same command goes on with what is left"
+    match reason:
+        case "time":
+            return f"not tried, for lack of time: {names}; {goes_on}"
+        case "trials":
+            return f"not tried, since no more trials were asked for: {names}; {goes_on} where --trials allows more"
+        case "interrupt":
+            return f"not tried before the interruption: {names}; {goes_on}"
+        case None:
+            return f"not tried: {names}; before it came to that, the search ended, since nothing new was better"

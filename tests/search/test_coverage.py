@@ -1,0 +1,83 @@
+"""What was tried beside the answer is told with what it gave, and what was not tried with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from autotune.config import TrainingConfig
+from tests.knobs.search_facts import cpu_facts, cuda_facts
+from tests.search.simulated_machine import Fault, Program
+from tests.search.simulated_programs import SCENARIOS, TWO_CORES
+from tests.search.simulated_search import SimulatedSearch, run_search
+
+NewDirectory = Callable[[], Path]
+TABLES = SCENARIOS["tables on a CPU"]
+QUIET = {"process_spread": 0.002, "block_spread": 0.002}
+FACTS = cpu_facts(global_batch_size=32, machine_changes=TWO_CORES)
+
+
+def starting(sentences: tuple[str, ...], beginning: str) -> str:
+    """The sentence that begins so; none, and the test fails."""
+    return next(one for one in sentences if one.startswith(beginning))
+
+
+def test_a_short_budget_says_what_it_did_not_reach_and_a_long_one_reaches_it(new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    short = run_search(TABLES.program, TABLES.facts, directory, budget_seconds=45.0).recommendation
+    missed = starting(short.other_settings, "not tried, for lack of time: ")
+    assert "compile_mode" in missed
+    assert missed.endswith("; the same command goes on with what is left")
+    again = run_search(TABLES.program, TABLES.facts, directory, budget_seconds=200.0)
+    assert any("compile_mode" in again.session.changes(trial.config) for trial in again.session.trials)
+    assert not any("compile_mode" in one for one in again.recommendation.other_settings if "lack of time" in one)
+
+
+def test_trials_that_were_counted_out_are_the_reason_where_they_are(new_directory: NewDirectory) -> None:
+    found = run_search(TABLES.program, TABLES.facts, new_directory(), trials=3).recommendation
+    assert "precision" in starting(found.other_settings, "not tried, since no more trials were asked for: ")
+
+
+def test_what_was_tried_and_left_out_is_told_with_what_it_gave(new_directory: NewDirectory) -> None:
+    program = Program(
+        sample_seconds=0.001, load_seconds=1e-6, sample_speedups={("precision", "bf16"): 0.5},
+        faults=(Fault("measure", {"compile_mode": "default"}, "compile_error", "compile"),), **QUIET,
+    )  # fmt: skip
+    found = run_search(program, FACTS, new_directory(), only=("precision", "compile_mode")).recommendation
+    assert found.keep
+    assert found.other_settings == (
+        "tried, and left out: precision=bf16 (0.50x), compile_mode=default (compile_error)",
+    )
+
+
+class Crowded(Program):
+    """Whatever a worker loads, it takes from the step."""
+
+    def samples_per_second(self, config: TrainingConfig, micro_batches: int, cores: int) -> float:
+        return 250.0
+
+
+def test_workers_that_do_not_help_a_step_that_waits_are_no_cure(new_directory: NewDirectory) -> None:
+    program = Crowded(sample_seconds=0.002, load_seconds=0.00195, process_spread=0.001, block_spread=0.001)
+    kept = run_search(program, FACTS, new_directory(), only=("num_workers",)).recommendation
+    assert kept.keep
+    assert kept.bottleneck == "loader"
+    assert "tried against that, without success: num_workers" in kept.best.reasons
+    assert not any("what helps" in reason for reason in kept.best.reasons)
+    assert "num_workers=2 (1.00x)" in starting(kept.other_settings, "tried, and left out: ")
+
+
+def test_what_only_saves_memory_is_not_tried_where_there_is_enough(new_directory: NewDirectory) -> None:
+    only = ("precision", "activation_checkpointing")
+    roomy = run_search(Program(sample_seconds=0.001, load_seconds=1e-6), cuda_facts(), new_directory(), only=only)
+    told = "not tried, since all that it saves is memory, which nothing lacked: activation_checkpointing"
+    tried = any("activation_checkpointing" in roomy.session.changes(t.config) for t in roomy.session.trials)
+    assert (told in roomy.recommendation.other_settings) != tried
+
+
+def test_an_interrupted_search_says_what_it_had_not_come_to(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(TABLES.program, TABLES.facts, new_directory())
+    search.machine.interrupt_at = 5
+    outcome = search.run()
+    assert outcome.interrupted
+    assert "compile_mode" in starting(outcome.recommendation.other_settings, "not tried before the interruption: ")
