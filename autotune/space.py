@@ -27,6 +27,10 @@ MOST_CHANGES_FROM_FIXED = 2
 """How many other knobs may be moved so that what the user fixed can run at all."""
 
 
+MemoryClass = tuple[tuple[str, Value], ...]
+"""Knobs with values: configurations that share them share the largest batch that fits."""
+
+
 class SpaceError(UserError):
     """A preset, a knob's name or a value that cannot be used; the text says which, where, and what is known."""
 
@@ -73,7 +77,7 @@ class SearchSpace:
         """Why a configuration cannot be used, `knob: reason`; None where it can."""
         return _conflict(config, self.facts)
 
-    def memory_class(self, config: TrainingConfig) -> tuple[tuple[str, Value], ...]:
+    def memory_class(self, config: TrainingConfig) -> MemoryClass:
         """The values that need a ceiling of their own: configurations that share them share the ceiling."""
         return tuple((one.name, config[one.name]) for one in KNOBS if one.memory == "class")
 

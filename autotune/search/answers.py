@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autotune.config import TrainingConfig
+from autotune.knobs.registry import KNOBS
 from autotune.records import Answer, Failure, Measurement, ParityResult, Ratio, Settings, Trial
-from autotune.space import SearchSpace
+from autotune.space import MemoryClass, SearchSpace
 from autotune.stats import FEWEST_ROUNDS, UNKNOWN, faster, rate, ratio, ratio_from_intervals, student_t
 
 WORTHWHILE_GAIN = 1.02
@@ -31,6 +32,8 @@ class Results:
     """Numerics key to the outcome of the check."""
     space: SearchSpace
     settings: Settings
+    misfits: Mapping[MemoryClass, int] = field(default_factory=dict)
+    """The smallest micro-batch that did not fit, by memory settings."""
     unconfirmed: bool = False
     """The search was interrupted: what was measured once counts too, and says that it was not confirmed."""
 
@@ -64,8 +67,29 @@ class Results:
             if (trial.round is not None or (self.unconfirmed and self._may_lead(trial)))
             and trial.config not in failed
             and trial.config != self.baseline
+            and not self.saves_memory_for_nothing(trial.config)
         )
         return [self.answer(config) for config in configs]
+
+    def saves_memory_for_nothing(self, config: TrainingConfig) -> bool:
+        """Whether it has a value that can do nothing but save memory, and nothing shows that the same without it does not
+        run or is slower: that it was faster was chance, then."""
+        if self.settings.objective == "memory":
+            return False
+        savers = [knob.name for knob in KNOBS if knob.cures == {"memory"} and knob.name in self.space.varied]
+        changed = [name for name in savers if config[name] != self.baseline[name]]
+        return any(not self._is_needed(config, config.replace({name: self.baseline[name]})) for name in changed)
+
+    def _is_needed(self, config: TrainingConfig, plain: TrainingConfig) -> bool:
+        smallest_misfit = self.misfits.get(self.space.memory_class(plain))
+        if smallest_misfit is not None and self.space.micro_batch(plain) >= smallest_misfit:
+            return True
+        if any(trial.config == plain and trial.failure is not None for trial in self.trials):
+            return True
+        own, other = self.first_measurement(config), self.first_measurement(plain)
+        if own is None or other is None:
+            return False
+        return own.samples_per_second >= WORTHWHILE_GAIN * other.samples_per_second
 
     def _may_lead(self, trial: Trial) -> bool:
         """Whether a trial outside the confirmation was measured to the end and trains the same."""
@@ -92,9 +116,31 @@ class Results:
         worthwhile = [one for one in answers if self._certainly_better(one)]
         if not worthwhile:
             return self.answer(self.baseline)
-        top = max(self.gain(one) for one in worthwhile)
-        near = [one for one in worthwhile if self.gain(one) * WORTHWHILE_GAIN >= top]
+        top = max(worthwhile, key=self.gain)
+        near = [
+            one
+            for one in worthwhile
+            if self.gain(one) * WORTHWHILE_GAIN >= self.gain(top) or self._is_as_good_with_less(one, top)
+        ]
         return min(near, key=lambda one: (one.effective_batch_size, self.space.rank(one.config)))
+
+    def _is_as_good_with_less(self, one: Answer, other: Answer) -> bool:
+        """Whether it is the other without some of its changes, and their rounds do not tell the two apart: those that both
+        were measured in, or else what each gained over the baseline."""
+        if self.settings.objective == "memory" or not self.is_part_of(one.config, other.config):
+            return False
+        own, others = self._by_round(one.config), self._by_round(other.config)
+        pairs = [(others[number], own[number]) for number in sorted(own.keys() & others.keys())]
+        if pairs:
+            return _told_ratio(pairs).interval[0] <= 1
+        more, less = other.speedup, one.speedup
+        return ratio_from_intervals(more.value, more.interval, less.value, less.interval)[1][0] <= 1
+
+    def is_part_of(self, config: TrainingConfig, other: TrainingConfig) -> bool:
+        """Whether a configuration is another one without some of its changes, at the same batch."""
+        own, others = config.changes_from(self.baseline), other.changes_from(self.baseline)
+        same_batch = config[self.space.batch_name] == other[self.space.batch_name]
+        return same_batch and own.items() < others.items()
 
     def _certainly_better(self, answer: Answer) -> bool:
         """Worthwhile, and no accident of noise: several are compared, so that 95 % would be too little."""
@@ -167,11 +213,7 @@ class Results:
         """As told: the 95 % interval that the rounds themselves give where there are enough."""
         if config == self.baseline:
             return Ratio(value=1.0, interval=(1.0, 1.0))
-        pairs = self.round_pairs(config)
-        if len(pairs) < FEWEST_ROUNDS:
-            return _moderated_ratio(pairs or [self._first_pair(config)], 0.95)
-        value, interval = ratio(*_rates(pairs))
-        return Ratio(value=value, interval=interval)
+        return _told_ratio(self.round_pairs(config) or [self._first_pair(config)])
 
     def _first_pair(self, config: TrainingConfig) -> tuple[Measurement, Measurement]:
         own, base = self.first_measurement(config), self.first_measurement(self.baseline)
@@ -197,6 +239,14 @@ def settled(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
     if len(pairs) < FEWEST_ROUNDS:
         return False
     return faster(*_rates(pairs), minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
+
+
+def _told_ratio(pairs: Sequence[tuple[Measurement, Measurement]]) -> Ratio:
+    """With the 95 % interval that the rounds themselves give where there are enough."""
+    if len(pairs) < FEWEST_ROUNDS:
+        return _moderated_ratio(pairs, 0.95)
+    value, interval = ratio(*_rates(pairs))
+    return Ratio(value=value, interval=interval)
 
 
 def _rates(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[list[float], list[float]]:

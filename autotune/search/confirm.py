@@ -196,11 +196,13 @@ def _best_few(session: Session, candidates: list[Trial], count: int) -> list[Tra
 
 def _is_alike(session: Session, trial: Trial, best: Trial) -> bool:
     """Whether one measurement each does not tell them apart; where the better one has to be compiled and the other has
-    not, also by their own intervals and what processes differ by: a compilation wants to be worth its minutes."""
+    not, or has changes beside those of the other, also by their own intervals and what processes differ by: a compilation
+    wants to be worth its minutes, and a change to be worth itself."""
     if session.score(trial) * ALIKE >= session.score(best):
         return True
     saves_a_compilation = slow_to_start(best.config) and not slow_to_start(trial.config)
-    if not saves_a_compilation or session.settings.objective == "memory":
+    has_less = session.results().is_part_of(trial.config, best.config)
+    if not (saves_a_compilation or has_less) or session.settings.objective == "memory":
         return False
     own = [_half_width(one) for one in (trial, best)]
     return session.score(trial) * (1 + math.hypot(*own, PROCESS_SPREAD, PROCESS_SPREAD)) >= session.score(best)

@@ -10,6 +10,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.records import Trial
 from autotune.search.compute import gains_too_little
 from autotune.search.loader import IDLE_SHARE, loader_share
+from autotune.search.prune import prune
 from autotune.search.session import Session
 from autotune.stats import OUT_OF_THE_RACE
 
@@ -32,7 +33,7 @@ def explore(session: Session) -> int:
         if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
             session.measure(config, "explore")
             measured += 1
-    return measured + _run_proposals(session, refuse=_not_worth_it, ended=_saturated)
+    return measured + _run_proposals(session, refuse=_not_worth_it, ended=_saturated, then=prune)
 
 
 def sample(session: Session) -> None:
@@ -41,7 +42,7 @@ def sample(session: Session) -> None:
     What conflicts or is known not to fit is not run; no rule of ours takes anything else away from it.
     """
     session.watcher.stage("explore", "points that the sampler proposes, from the start")
-    _run_proposals(session, refuse=Session.obstacle, ended=lambda session: False)
+    _run_proposals(session, refuse=Session.obstacle, ended=lambda session: False, then=lambda session, trial: 0)
 
 
 def _run_proposals(
@@ -49,9 +50,10 @@ def _run_proposals(
     *,
     refuse: Callable[[Session, TrainingConfig], str | None],
     ended: Callable[[Session], bool],
+    then: Callable[[Session, Trial], int],
 ) -> int:
-    """Measures what the sampler proposes, unless it is refused with a reason or longer than what is left. Returns how
-    many were measured."""
+    """Measures what the sampler proposes, unless it is refused with a reason or longer than what is left, and what `then`
+    makes of each. Returns how many were measured."""
     measured = refused = 0
     while session.allows(0.0) and refused < MOST_REFUSALS_IN_A_ROW and not ended(session):
         config = session.study.propose()
@@ -65,8 +67,7 @@ def _run_proposals(
             refused += 1
             continue
         refused = 0
-        session.measure(config, "explore")
-        measured += 1
+        measured += 1 + then(session, session.measure(config, "explore"))
     return measured
 
 

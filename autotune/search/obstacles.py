@@ -8,7 +8,7 @@ from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
 from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, Trial, TrialAnswer
 from autotune.search.pace import slow_to_start
-from autotune.space import SearchSpace
+from autotune.space import MemoryClass, SearchSpace
 
 CHANGES_FAIL: frozenset[FailureKind] = frozenset(
     {"numerics", "user_error", "compile_error", "cuda_error", "launch_limit"}
@@ -33,7 +33,7 @@ class Obstacles:
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._too_large: dict[tuple[tuple[str, Value], ...], TooLarge] = {}
+        self._too_large: dict[MemoryClass, TooLarge] = {}
         self._failed: dict[tuple[str, object], tuple[TrainingConfig, Failure]] = {}
         self._largest_that_ran = 0
 
@@ -57,6 +57,10 @@ class Obstacles:
     def too_large(self, config: TrainingConfig) -> TooLarge | None:
         """The smallest micro-batch that did not fit with the memory settings of this configuration."""
         return self._too_large.get(self._space.memory_class(config))
+
+    def misfits(self) -> dict[MemoryClass, int]:
+        """The smallest micro-batch that did not fit, for each class of memory settings in which one did not."""
+        return {memory_class: known.micro_batch_size for memory_class, known in self._too_large.items()}
 
     def is_bold(self, config: TrainingConfig) -> bool:
         """Whether the micro-batch is more than twice the largest that ran with any settings: likely not to fit."""

@@ -277,7 +277,12 @@ class Session:
 
     def changes(self, config: TrainingConfig) -> Mapping[str, Value]:
         """The knobs in which a configuration differs from the baseline."""
-        return config.changes_from(self.baseline or self.space.baseline)
+        return config.changes_from(self.changes_base)
+
+    @property
+    def changes_base(self) -> TrainingConfig:
+        """What changes are counted from: the baseline, before it ran the one that is expected."""
+        return self.baseline or self.space.baseline
 
     def allowed(self, config: TrainingConfig) -> bool:
         """Whether the configuration keeps the global batch that is held, if one is."""
@@ -302,6 +307,7 @@ class Session:
         """Measured trials of configurations that never failed, best first; those that keep the held batch unless
         `free`. One that was stopped early is none."""
         failed = {trial.config for trial in self.trials if trial.failure is not None}
+        results = self.results() if self.baseline is not None else None
         usable = [
             trial
             for trial in self.trials
@@ -311,6 +317,7 @@ class Session:
             and trial.round is None
             and (trial.config == self.baseline or trial.config not in failed)
             and (free or self.allowed(trial.config))
+            and not (results is not None and results.saves_memory_for_nothing(trial.config))
         ]
         return sorted(usable, key=self.score, reverse=True)
 
@@ -349,6 +356,7 @@ class Session:
             parity_results=self.parity_results,
             space=self.space,
             settings=self.settings,
+            misfits=self.obstacles.misfits(),
             unconfirmed=unconfirmed,
         )
 
