@@ -33,7 +33,11 @@ def explore(session: Session) -> int:
         if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
             session.measure(config, "explore")
             measured += 1
-    return measured + _run_proposals(session, refuse=_not_worth_it, ended=_saturated, then=prune)
+    return measured + _run_proposals(session, refuse=_not_worth_it, ended=_saturated, then=_pruned)
+
+
+def _pruned(session: Session, trial: Trial) -> int:
+    return prune(session, trial, _not_worth_it)
 
 
 def sample(session: Session) -> None:

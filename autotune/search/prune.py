@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from autotune.config import TrainingConfig
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
 from autotune.records import Trial
@@ -12,9 +15,10 @@ AS_GOOD = 1.01
 """Without a change, a first measurement this close says that the change is not needed."""
 
 
-def prune(session: Session, drawn: Trial) -> int:
+def prune(session: Session, drawn: Trial, refuse: Callable[[Session, TrainingConfig], str | None]) -> int:
     """Where a drawn point leads: measures it without each change that no two trials show to be worthwhile, the least
-    simple first, and goes on without those that were not. Returns how many trials that took."""
+    simple first, and goes on without those that were not; `refuse` says what is not worth running. Returns how many
+    trials that took."""
     if not _leads(session, drawn):
         return 0
     measured, leader = 0, drawn
@@ -23,7 +27,7 @@ def prune(session: Session, drawn: Trial) -> int:
             continue
         without = leader.config.replace({knob.name: session.changes_base[knob.name]})
         known = session.measured(without)
-        if known is None and (session.obstacle(without) is not None or not session.affords(without)):
+        if known is None and (refuse(session, without) is not None or not session.affords(without)):
             continue
         trial = known or session.measure(without, "explore")
         measured += known is None

@@ -10,6 +10,7 @@ from pathlib import Path
 from autotune.config import Value
 from autotune.search.answers import Results
 from autotune.search.prune import prune
+from autotune.search.session import Session
 from tests.knobs.search_facts import cpu_facts
 from tests.search.simulated_machine import Program
 from tests.search.simulated_search import SimulatedSearch
@@ -106,11 +107,11 @@ def test_changes_of_a_draw_that_do_nothing_are_taken_from_it(new_directory: NewD
     drawn = search.space.baseline.replace({"precision": "bf16", "optimizer_impl": "fused", "num_workers": 2})
     plain = {"precision": "bf16"}
     with search.begun() as session:
-        assert prune(session, session.measure(drawn, "explore")) == 3, "each change once"
+        assert prune(session, session.measure(drawn, "explore"), Session.obstacle) == 3, "each change once"
         assert session.measured(search.space.baseline.replace(plain)) is not None
         best = session.results().answer(search.space.baseline.replace(plain))
         assert best.samples_per_second > 2.9 * session.results().answer(search.space.baseline).samples_per_second
-        assert prune(session, session.measure(drawn, "explore")) == 0, "all of it is known"
+        assert prune(session, session.measure(drawn, "explore"), Session.obstacle) == 0, "all of it is known"
 
 
 def test_a_draw_that_does_not_lead_is_left_as_it_is(new_directory: NewDirectory) -> None:
@@ -118,7 +119,7 @@ def test_a_draw_that_does_not_lead_is_left_as_it_is(new_directory: NewDirectory)
     search = SimulatedSearch(program, cpu_facts(global_batch_size=32), new_directory())
     with search.begun() as session:
         drawn = search.space.baseline.replace({"precision": "bf16", "optimizer_impl": "fused"})
-        assert prune(session, session.measure(drawn, "explore")) == 0
+        assert prune(session, session.measure(drawn, "explore"), Session.obstacle) == 0
 
 
 def test_a_change_that_is_known_to_pay_is_not_taken_away(new_directory: NewDirectory) -> None:
@@ -127,4 +128,4 @@ def test_a_change_that_is_known_to_pay_is_not_taken_away(new_directory: NewDirec
     with search.begun() as session:
         session.measure(search.space.baseline.replace(BF16), "compute")
         drawn = search.space.baseline.replace({**BF16, "batch_size": 64})
-        assert prune(session, session.measure(drawn, "explore")) == 0
+        assert prune(session, session.measure(drawn, "explore"), Session.obstacle) == 0
