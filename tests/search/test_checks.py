@@ -85,7 +85,7 @@ def test_workers_that_cannot_reach_what_the_step_does_without_are_not_tried(tmp_
     search.machine = DearToSend(program, search.space)
     outcome = search.run()
     assert all(trial.stage != "loader" for trial in outcome.session.trials)
-    said = [text for text in outcome.recommendation.best.reasons if text.startswith("num_workers: not moved")]
+    said = [text for text in outcome.recommendation.other_settings if text.startswith("num_workers: not moved")]
     assert len(said) == 1, "once, although the loader was looked at twice"
 
 
@@ -95,8 +95,8 @@ def test_workers_that_the_limit_of_open_files_forbids_are_said_to_be_so(tmp_path
         machine_changes={"open_files_limit": 128}, batch_size=8, dataset_length=1000, batch_structure=structure
     )
     search = SimulatedSearch(Program(sample_seconds=0.001, load_seconds=0.01), facts, tmp_path, trials=2)
-    reasons = search.run().recommendation.best.reasons
-    assert any("num_workers=1 was not tried: " in text and "the limit is 128" in text for text in reasons)
+    told = search.run().recommendation.other_settings
+    assert any("num_workers=1 was not tried: " in text and "the limit is 128" in text for text in told)
 
 
 def test_workers_and_precision_that_pay_only_together_are_found_before_time_goes_into_compiling(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_without_a_resident_rate_nothing_is_claimed_of_the_loader(
     monkeypatch.setattr(search.machine, "run", without_resident_rate)
     outcome = search.run()
     hold_promises(outcome)
-    assert not any("the loader gives" in reason for reason in outcome.recommendation.best.reasons)
+    assert not any("the loader gives" in reason for reason in outcome.recommendation.other_settings)
 
 
 # --- the user's own program fails ---------------------------------------------------------------------------------------
