@@ -96,9 +96,13 @@ def _affordable(session: Session, finalists: list[TrainingConfig]) -> list[Train
         kept.pop()
     for config in finalists:
         if config not in kept:
-            shown = settings_text(session.changes(config))
-            session.skipped[shown] = f"{shown}: close to the best, and not confirmed, for lack of time"
+            _leave_out(session, config)
     return kept
+
+
+def _leave_out(session: Session, config: TrainingConfig) -> None:
+    shown = settings_text(session.changes(config))
+    session.skipped[shown] = f"{shown}: close to the best, and not confirmed, for lack of time"
 
 
 def _decided(session: Session, finalists: list[TrainingConfig]) -> bool:
@@ -109,10 +113,12 @@ def _decided(session: Session, finalists: list[TrainingConfig]) -> bool:
     return all(settled(session.results().round_pairs(config)) for config in finalists)
 
 
-def _has_time(session: Session, finalists: list[TrainingConfig], rounds: int) -> bool:
-    """For so many rounds of the finalists and the baseline, and the soak after them."""
+def _has_time(session: Session, finalists: list[TrainingConfig], rounds: int, *, checks_seconds: float = 0.0) -> bool:
+    """For so many rounds of the finalists and the baseline, after checks that take so long, and the soak after them."""
     assert session.baseline is not None
-    expected = rounds * sum(_expected_seconds(session, config) for config in [session.baseline, *finalists])
+    expected = checks_seconds + rounds * sum(
+        _expected_seconds(session, config) for config in [session.baseline, *finalists]
+    )
     return session.budget.left() - 1.5 * session.pace.soak_seconds >= expected
 
 
@@ -184,6 +190,9 @@ def _best_few(session: Session, candidates: list[Trial], count: int) -> list[Tra
         simplest = min(alike, key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
         if simplest.config == session.baseline:
             break
+        if found and not _has_time_to_check(session, found, simplest.config):
+            _leave_out(session, simplest.config)
+            break
         if _trains_the_same(session, simplest):
             found.append(simplest.config)
             at_least = max(at_least, NEAR_BEST * session.score(simplest))
@@ -213,6 +222,16 @@ def _half_width(trial: Trial) -> float:
     measurement = trial.measurement
     assert measurement is not None
     return min(LARGEST_HALF_WIDTH, measurement.interval[1] / measurement.samples_per_second - 1)
+
+
+def _has_time_to_check(session: Session, found: list[TrainingConfig], config: TrainingConfig) -> bool:
+    """Whether a further finalist could be measured beside those found, once it was checked."""
+    key = session.space.numerics_key(config)
+    assert session.baseline is not None
+    if key in session.parity_results or key == session.space.numerics_key(session.baseline):
+        return True
+    checks = [answer.seconds for (kind, _), answer in session.probes.items() if kind == "parity"]
+    return _has_time(session, [*found, config], FEWEST_ROUNDS, checks_seconds=max(checks, default=0.0))
 
 
 def _trains_the_same(session: Session, trial: Trial) -> bool:

@@ -130,14 +130,16 @@ def _lost_clearly(session: Session, config: TrainingConfig) -> str:
 
 
 def _siblings(session: Session) -> Iterator[tuple[Trial, str, Value, Trial]]:
-    """Each measured trial, a knob of the step and its value there, and a trial that differs in that knob alone."""
+    """Each measured trial, a knob of the step and its value there, and a trial that differs in that knob alone, or in
+    what goes with its value too."""
     trials = [trial for trial in session.trials if trial.round is None and _has_resident_rate(trial)]
-    compute = {knob.name for knob in KNOBS if knob.stage == "compute"}
+    knobs = [knob for knob in KNOBS if knob.stage == "compute"]
     for one, other in itertools.permutations(trials, 2):
-        changes = one.config.changes_from(other.config)
-        if len(changes) == 1 and changes.keys() <= compute:
-            ((name, value),) = changes.items()
-            yield one, name, value, other
+        changed = one.config.changes_from(other.config).keys()
+        for knob in knobs:
+            companions = knob.companions(other.config[knob.name], session.facts).keys()
+            if knob.name in changed and changed <= {knob.name, *companions}:
+                yield one, knob.name, one.config[knob.name], other
 
 
 def _has_resident_rate(trial: Trial) -> bool:

@@ -32,6 +32,7 @@ from autotune.search.pace import Pace, slow_to_start, trial_request
 from autotune.search.study import Study
 from autotune.search.watcher import SearchWatcher
 from autotune.space import SearchSpace
+from autotune.stats import OUT_OF_THE_RACE
 
 CACHED_SHARE = 0.3
 """Of a cold compilation, where the compiler finds its output: 0.13 for GPT-2 (H200), more for small models."""
@@ -192,6 +193,9 @@ class Session:
         """Whether the trial shows what no check has seen yet, without a compilation, and there is time."""
         if slow_to_start(trial.config) or self.budget.left() < trial.seconds:
             return False
+        best = self.best()
+        if best is not None and self.compute_score(trial) < OUT_OF_THE_RACE * self.compute_score(best):
+            return False  # nothing will be built on it
         checked = [
             t for t in self.trials if t.parity is not None or (t.failure is not None and t.failure.phase == "parity")
         ]

@@ -71,6 +71,12 @@ class Program:
     """Values with which gradients differ."""
     faults: tuple[Fault, ...] = ()
     compile_seconds: float = 20.0
+    cached_share: float = 0.3
+    """Of `compile_seconds`, where the compiler finds its output."""
+    start_seconds: float = 1.0
+    """From the start of a trial's process to its first step, and to its end after the last block."""
+    check_seconds: float = 2.0
+    """What a parity check takes beside the candidate's first step."""
     process_spread: float = 0.01
     """Standard deviation of the logarithm of the rate, from process to process."""
     block_spread: float = 0.01
@@ -207,7 +213,8 @@ class SimulatedMachine:
                 return self._probed_loader(request, noise)
             case "parity":
                 return TrialAnswer(
-                    parity=self._compared(request.config), seconds=2.0 + self._first_step(request.config)
+                    parity=self._compared(request.config),
+                    seconds=self.program.check_seconds + self._first_step(request.config),
                 )
             case "soak":
                 seconds = request.block_seconds * request.maximum_blocks
@@ -216,7 +223,9 @@ class SimulatedMachine:
                     steps=400, samples_per_second=pace, last_samples_per_second=pace, growth_bytes_per_step=0.0,
                     allocator_retries=0,
                 )  # fmt: skip
-                return TrialAnswer(soak=soak, seconds=1.0 + seconds)
+                return TrialAnswer(
+                    soak=soak, seconds=self.program.start_seconds + self._first_step(request.config) + seconds
+                )
         raise AssertionError(f"a search asks for no {request.kind}")
 
     def _measured(self, request: TrialRequest, noise: random.Random) -> Measurement:
@@ -243,7 +252,7 @@ class SimulatedMachine:
             warmup_steps=3,
             build_seconds=0.5,
             first_step_seconds=first_step,
-            process_seconds=1.0 + first_step,
+            process_seconds=self.program.start_seconds + first_step,
             compiled_graphs=int(self._compiles(config)),
             device_lag_share=max(0.0, 1 - host / device) if self._facts.device == "cuda" else None,
             update_share=self.program.update_share(config, micro_batches) if resident else None,
@@ -279,7 +288,7 @@ class SimulatedMachine:
             micro_batch_size=_size(config), memory=marks, limit_bytes=limit, fits=fits,
             reason="" if fits else "it left no margin", step_seconds=step,
         )  # fmt: skip
-        return TrialAnswer(memory=probe, seconds=1.0 + self._first_step(config) + 4 * step)
+        return TrialAnswer(memory=probe, seconds=self.program.start_seconds + self._first_step(config) + 4 * step)
 
     def _probed_loader(self, request: TrialRequest, noise: random.Random) -> TrialAnswer:
         workers = int(request.config["num_workers"])
@@ -311,7 +320,7 @@ class SimulatedMachine:
         key = config.replace({"num_workers": 0, "pin_memory": False, "optimizer_impl": "as_is"}).key
         cold = key not in self._compiled
         self._compiled.add(key)
-        return step + self.program.compile_seconds * (1.0 if cold else 0.3)
+        return step + self.program.compile_seconds * (1.0 if cold else self.program.cached_share)
 
 
 def true_optimum(

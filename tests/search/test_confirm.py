@@ -84,6 +84,19 @@ def test_where_there_is_time_for_one_the_simpler_of_two_that_noise_does_not_tell
     assert rounds_of(patient, BF16) == rounds_of(patient, compiled) >= 3
 
 
+def test_a_second_finalist_is_checked_only_where_there_is_time_to_measure_it(new_directory: NewDirectory) -> None:
+    """Its parity check would take what the rounds of the first need, and be for nothing."""
+    second = {**BF16, "optimizer_impl": "fused"}
+    program = replace(PROGRAM, update_speedups={("optimizer_impl", "fused"): 0.85}, check_seconds=20.0)
+    hurried = confirmed(new_directory(), BF16, second, program=program, budget_seconds=90.0)
+    assert rounds_of(hurried, BF16) >= 3
+    assert hurried.space.baseline.replace(second) not in hurried.machine.asked("parity")
+    told = hurried.finished.skipped.values()  # type: ignore[attr-defined]
+    assert [one for one in told if one.endswith("close to the best, and not confirmed, for lack of time")]
+    patient = confirmed(new_directory(), BF16, second, program=program, budget_seconds=1000.0)
+    assert rounds_of(patient, second) >= 3
+
+
 def test_more_rounds_where_the_noise_is_larger(new_directory: NewDirectory) -> None:
     noisy = replace(PROGRAM, process_spread=0.05, block_spread=0.05, sample_speedups={("precision", "bf16"): 1.08})
     search = confirmed(new_directory(), BF16, program=noisy, budget_seconds=2000.0)

@@ -14,6 +14,7 @@ from tests.knobs.search_facts import cpu_facts, cuda_facts
 from tests.search.promises import hold_promises
 from tests.search.simulated_machine import Fault, Program, true_optimum
 from tests.search.simulated_programs import (
+    AS_TIMED,
     FLAT,
     FLAT_ON_A_CPU,
     GIB,
@@ -55,6 +56,18 @@ def test_it_finds_what_is_nearly_the_best_of_the_whole_space(name: str, new_dire
         shares.append(outcome.machine.true_rate(outcome.config) / best_rate)
     assert min(shares) > 0.9
     assert sorted(shares)[len(shares) // 2] > 0.95
+
+
+def test_five_minutes_are_enough_for_a_language_model(new_directory: NewDirectory) -> None:
+    facts = cuda_facts(batch_held=False, batch_size=32, dataset_length=100_000, largest_batch_size=4096)
+    scenario = Scenario(AS_TIMED, facts, 300.0)
+    for seed in SEEDS:
+        outcome = run(scenario, new_directory(), seed=seed)
+        hold_promises(outcome, overrun=1.0)
+        card = scenario.usable_bytes
+        _, best_rate = true_optimum(outcome.machine, outcome.asked.space, held=None, limit_bytes=card)
+        assert outcome.machine.true_rate(outcome.config) > 0.95 * best_rate
+        assert outcome.recommendation.best.confirmed_rounds >= 3
 
 
 def test_where_nothing_helps_it_says_keep(new_directory: NewDirectory) -> None:
