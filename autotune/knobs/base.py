@@ -21,6 +21,8 @@ MemoryEffect = Literal["none", "constant", "slope", "class"]
 
 AS_IS = "as_is"
 """The value that leaves the user's program as it stands."""
+LONGEST_COMPILE_SECONDS = 300.0
+"""Where a model takes longer to compile, no search of minutes can wait for it."""
 
 
 @dataclass
@@ -147,9 +149,9 @@ class Knob(ABC):
         be chance, or not to last."""
         return 1.0
 
-    def slow_first_step(self, value: Value) -> bool:
-        """Whether this value makes the first step take minutes: something is compiled or tuned in it."""
-        return False
+    def first_step_limit_seconds(self, value: Value) -> float | None:
+        """How long the first step may take at most, where something is compiled or tuned in it; None where nothing is."""
+        return None
 
     def rounds_to(self, value: Value) -> Literal["bfloat16", "float16", "tf32"] | None:
         """The type that this value rounds to, for the parity check's floor; None where it rounds nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.config import TrainingConfig
+from autotune.knobs.base import LONGEST_COMPILE_SECONDS
 from autotune.knobs.registry import KNOBS
 from autotune.records import PhaseTimeouts, SearchFacts, Settings, TrialKind, TrialRequest
 from autotune.space import SearchSpace
@@ -34,7 +35,13 @@ def pace_for(budget_seconds: float) -> Pace:
 
 def slow_to_start(config: TrainingConfig) -> bool:
     """Whether something is compiled or tuned in the first step."""
-    return any(knob.slow_first_step(config[knob.name]) for knob in KNOBS)
+    return first_step_limit_seconds(config) is not None
+
+
+def first_step_limit_seconds(config: TrainingConfig) -> float | None:
+    """The longest that any of its values asks for; None where nothing is compiled or tuned."""
+    limits = [limit for knob in KNOBS if (limit := knob.first_step_limit_seconds(config[knob.name])) is not None]
+    return max(limits, default=None)
 
 
 def trial_request(
@@ -64,18 +71,25 @@ def trial_request(
             facts,
             budget_seconds=settings.budget_seconds,
             effective_batch_size=space.effective_batch(config),
-            compiles=slow_to_start(config) or facts.workload.model_is_compiled,
+            limit_seconds=LONGEST_COMPILE_SECONDS
+            if facts.workload.model_is_compiled
+            else first_step_limit_seconds(config),
             block_seconds=pace.confirm_block_seconds,
         ),
     )
 
 
 def _timeouts(
-    facts: SearchFacts, *, budget_seconds: float, effective_batch_size: int, compiles: bool, block_seconds: float
+    facts: SearchFacts,
+    *,
+    budget_seconds: float,
+    effective_batch_size: int,
+    limit_seconds: float | None,
+    block_seconds: float,
 ) -> PhaseTimeouts:
     """Twenty of the user's own steps scaled to this batch, and never so long that one hang takes the budget.
 
-    Only where something may be compiled does the first step get minutes.
+    Only where something may be compiled or tuned does the first step get minutes: `limit_seconds`, in a longer budget.
     """
     workload = facts.workload
     step_seconds = workload.step_seconds * max(1.0, effective_batch_size / max(1, workload.batch_size))
@@ -83,6 +97,6 @@ def _timeouts(
     eager = min(max(15.0, 20 * step_seconds), max(15.0, quarter))
     return PhaseTimeouts(
         build_seconds=max(30.0, min(120.0, quarter)),
-        compile_seconds=min(300.0, max(30.0, quarter)) if compiles else eager,
+        compile_seconds=eager if limit_seconds is None else min(limit_seconds, max(30.0, quarter)),
         measure_seconds=max(30.0, min(240.0, eager + 40 * block_seconds)),
     )

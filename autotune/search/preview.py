@@ -55,6 +55,8 @@ def _lasting_conflict(space: SearchSpace, name: str, value: Value) -> str | None
 def _estimated_seconds(space: SearchSpace, options: SearchOptions) -> float:
     """A rough first idea of what a search will take, never more than the budget."""
     trials = min(TYPICAL_TRIALS, 2 * space.size, options.trials or TYPICAL_TRIALS)
-    compiles = any(knob.slow_first_step(value) for knob in KNOBS for value in space.choices[knob.name])
+    compiles = any(
+        knob.first_step_limit_seconds(value) is not None for knob in KNOBS for value in space.choices[knob.name]
+    )
     seconds = trials * max(TRIAL_SECONDS, STEPS_PER_TRIAL * space.facts.workload.step_seconds)
     return min(options.budget_seconds, seconds + (trials / 3 * COMPILE_SECONDS if compiles else 0.0))

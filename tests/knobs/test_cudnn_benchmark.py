@@ -33,8 +33,8 @@ def test_what_the_user_set_globally_stays(setting: str) -> None:
 
 
 def test_the_first_step_is_slow_only_where_it_is_on() -> None:
-    assert KNOB.slow_first_step("on")
-    assert not KNOB.slow_first_step("as_is")
+    assert KNOB.first_step_limit_seconds("on") == 60
+    assert KNOB.first_step_limit_seconds("as_is") is None
 
 
 def test_export_sets_the_flag() -> None:

@@ -1,0 +1,38 @@
+"""How long a trial may take, by what is compiled or tuned in its first step and by the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.config import Value
+from autotune.records import Conditions, Settings
+from autotune.search.pace import pace_for, trial_request
+from autotune.space import build_space
+from tests.knobs.search_facts import cuda_facts
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget_seconds", "limit_seconds"),
+    [
+        ({}, 1e4, 15),
+        ({"compile_mode": "default"}, 1e4, 300),
+        ({"compile_mode": "default"}, 400, 100),
+        ({"compile_mode": "default"}, 60, 30),
+        ({"cudnn_benchmark": "on"}, 1e4, 60),
+        ({"cudnn_benchmark": "on", "compile_mode": "default"}, 1e4, 300),
+    ],
+)
+def test_a_first_step_has_a_limit_of_its_own_and_a_quarter_of_the_budget(
+    changes: dict[str, Value], budget_seconds: float, limit_seconds: float
+) -> None:
+    space = build_space(cuda_facts(convolution_ranks=(4,), step_seconds=0.1), preset="default")
+    conditions = Conditions(device="cuda", global_batch_size=None)
+    request = trial_request(
+        "measure",
+        space.baseline.replace(changes),
+        confirm=False,
+        space=space,
+        settings=Settings(budget_seconds=budget_seconds, space="default", conditions=conditions),
+        pace=pace_for(budget_seconds),
+    )
+    assert request.timeouts.compile_seconds == limit_seconds
