@@ -357,6 +357,8 @@ class ParityResult(Record):
     tolerance: float
     worst_parameter: str | None = None
     worst_parameter_error: float | None = None
+    worst_parameter_tolerance: float | None = None
+    """What this one may differ by, which is more than all together; None in records from before it was kept."""
     missing_gradients: tuple[str, ...] = ()
     buffer_error: float = 0.0
     worst_buffer: str | None = None

@@ -280,6 +280,7 @@ class _Check:
             tolerance=allowed.tolerance,
             worst_parameter=found.worst_parameter,
             worst_parameter_error=found.worst_error,
+            worst_parameter_tolerance=allowed.of_gradient(found.worst_parameter) if found.worst_parameter else None,
             missing_gradients=found.missing,
             buffer_error=buffers[worst_buffer] if worst_buffer else 0.0,
             worst_buffer=worst_buffer if worst_buffer and buffers[worst_buffer] else None,

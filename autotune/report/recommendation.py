@@ -169,7 +169,11 @@ def parity_lines(parity: ParityResult) -> tuple[str, ...]:
         f"rounding alone gives {format_error(parity.floor)}; the cosine between them is {format_cosine(parity.cosine)}",
     ]
     if parity.worst_parameter is not None and parity.worst_parameter_error is not None:
-        lines.append(f"largest difference: {format_error(parity.worst_parameter_error)}, in {parity.worst_parameter}")
+        allowed = parity.worst_parameter_tolerance
+        of_it = "" if allowed is None else f", of {format_error(allowed)} allowed for one tensor"
+        lines.append(
+            f"largest difference: {format_error(parity.worst_parameter_error)}, in {parity.worst_parameter}{of_it}"
+        )
     if parity.worst_buffer is not None:
         lines.append(f"buffers differ by {format_error(parity.buffer_error)} at most, in {parity.worst_buffer}")
     if parity.worst_update is not None:

@@ -174,7 +174,9 @@ def _parity_grids(probes: Sequence[Probe], baseline: TrainingConfig | None) -> D
 def _worst_text(parity: ParityResult) -> str:
     if parity.worst_parameter is None or parity.worst_parameter_error is None:
         return "-"
-    return f"{format_error(parity.worst_parameter_error)}, {parity.worst_parameter}"
+    allowed = parity.worst_parameter_tolerance
+    of_it = "" if allowed is None else f" of {format_error(allowed)}"
+    return f"{format_error(parity.worst_parameter_error)}{of_it}, {parity.worst_parameter}"
 
 
 def _probe_text(probe: Probe, baseline: TrainingConfig | None) -> str:

@@ -27,6 +27,8 @@ def test_the_record_tells_losses_errors_and_where() -> None:
     assert (result.update_error, result.worst_update, result.skipped_steps) == (0.0, None, 0)
     assert 0 < result.floor < 0.05
     assert result.worst_parameter in dict(Net().named_parameters())
+    assert result.worst_parameter_error is not None and result.worst_parameter_tolerance is not None
+    assert result.worst_parameter_error <= result.worst_parameter_tolerance >= result.tolerance
     assert result.reason == f"gradients differ by {result.relative_error:.2g}, of {result.tolerance:.2g} allowed"
 
 

@@ -153,7 +153,7 @@ def test_every_check_shows_errors_floor_cosine_place_and_losses() -> None:
     errors, losses = (block for block in document if isinstance(block, Grid) and not block.title.startswith("Trials"))
     assert errors.header == ("", "the same", "off by", "allowed", "floor", "cosine", "most, in")
     assert errors.rows == (
-        ("precision=bf16", "yes", "0.21 %", "0.54 %", "0.18 %", "0.99999", "1.3 %, layer4.0.conv1.weight"),
+        ("precision=bf16", "yes", "0.21 %", "0.54 %", "0.18 %", "0.99999", "1.3 % of 9 %, layer4.0.conv1.weight"),
         ("precision=bf16", "no", "0.21 %", "0.54 %", "0.18 %", "0.99999", "-"),
     )
     assert losses.header == ("", "with these settings", "yours in fp32", "allowed")
