@@ -26,6 +26,7 @@ from autotune.records import (
     Trial,
 )
 from autotune.result import TuningResult, load
+from autotune.scratch import scratch
 from autotune.search.changes import changes_since
 from autotune.search.memory import find_ceiling
 from autotune.search.preview import preview
@@ -35,7 +36,7 @@ from autotune.search.session import Session
 from autotune.search.study import stored_records
 from autotune.search.verify import verify as verify_recommendation
 from autotune.search.watcher import CallbackFailed, CallingWatcher, QuietWatcher, SearchWatcher
-from autotune.sessions import OpenedSession, open_session, read_facts, scratch
+from autotune.sessions import OpenedSession, open_session, read_facts
 from autotune.space import build_space
 from autotune.workload import ROLES, Workload, workload_from_functions
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -220,22 +217,3 @@ def _settings(options: SearchOptions, conditions: Conditions, space: SearchSpace
         train_samples=options.train_samples,
         conditions=conditions,
     )
-
-
-@contextmanager
-def scratch(options: SearchOptions) -> Iterator[SearchOptions]:
-    """The options with a directory of their own, which stays where an error names a file in it."""
-    try:
-        directory = Path(tempfile.mkdtemp(prefix="autotune-"))
-    except FileNotFoundError as error:  # it tries several, and says which
-        raise UserError(f"{error.strerror}: make room in one of them, or set TMPDIR to another") from None
-    try:
-        yield dataclasses.replace(options, study=directory)
-    except Exception as error:
-        if directory.name not in f"{error} {getattr(error, 'detail', '')}":
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
-    except KeyboardInterrupt:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)

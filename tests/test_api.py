@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +15,9 @@ import autotune
 from autotune import sessions
 from autotune.config import TrainingConfig
 from autotune.errors import UserError
-from autotune.options import SearchOptions
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, TrialRequest
 from autotune.search.study import stored_records
-from autotune.sessions import scratch
 from autotune.workload import workload_from_target
 from tests.running_search import TINY_PROGRAM
 
@@ -220,23 +217,3 @@ def test_check_and_memory_answer_without_a_study(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         assert expected in ended.stdout
     assert {path.name for path in tmp_path.iterdir()} <= {"tiny.py", "__pycache__"}
-
-
-@pytest.mark.parametrize(("told", "stays"), [("in {}/processes/trial-0001.log", True), ("in the program", False)])
-def test_a_directory_of_its_own_stays_only_where_an_error_leads_into_it(told: str, stays: bool) -> None:
-    with pytest.raises(UserError) as caught, scratch(SearchOptions()) as options:
-        raise UserError(f"it failed: {told.format(options.study)}")
-    assert options.study.is_dir() == stays, caught
-    shutil.rmtree(options.study, ignore_errors=True)
-
-
-def test_where_no_temporary_directory_can_be_used_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_usable(prefix: str) -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr("tempfile.mkdtemp", none_usable)
-    with (
-        pytest.raises(UserError, match="found in .* make room in one of them, or set TMPDIR"),
-        scratch(SearchOptions()),
-    ):
-        pass

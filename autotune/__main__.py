@@ -1,0 +1,44 @@
+"""Where the command begins: from here on Ctrl-C ends it with one line, also while Python is still importing the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """The console script. Returns the exit code, as `autotune.cli.main` does."""
+    heard = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # not where it is ignored, as in a background job
+    if heard:
+        signal.signal(signal.SIGINT, _leave)
+    from autotune.cli import main as run
+
+    try:
+        if heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run()
+    except KeyboardInterrupt:  # before the command was read, or after its end
+        _say()
+        return INTERRUPTED
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Nothing was begun yet that would have to be ended."""
+    _say()
+    os._exit(INTERRUPTED)
+
+
+def _say() -> None:
+    with contextlib.suppress(OSError):  # stderr may be closed
+        os.write(2, b"autotune: interrupted\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
