@@ -120,6 +120,8 @@ class CheckReport(Record):
     """Knob name to the values that a search would choose from, the baseline included."""
     refused: tuple[RefusedValue, ...]
     estimated_search_seconds: float
+    """What trying all of this is likely to take, whatever the budget."""
+    budget_seconds: float
     warnings: tuple[str, ...] = ()
 
 

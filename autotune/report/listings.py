@@ -45,7 +45,21 @@ def check_document(report: CheckReport) -> Document:
         *_offered(report.offered),
         *lines_if_any("Not tried here", tuple(_refusal_text(refusal) for refusal in report.refused)),
         *lines_if_any("Warnings", report.warnings, "warning"),
-        Sentence(f"A search would take about {format_duration(report.estimated_search_seconds)}."),
+        Sentence(_duration_text(report.estimated_search_seconds, report.budget_seconds)),
+    )
+
+
+def _duration_text(needed_seconds: float, budget_seconds: float) -> str:
+    """How what a search is likely to want compares with what it is given."""
+    needed, budget = format_duration(needed_seconds), format_duration(budget_seconds)
+    if needed_seconds <= budget_seconds:
+        return (
+            f"A search of this takes about {needed}. Its budget of {budget} (--budget) is the most that it takes: it ends "
+            "earlier where nothing new is better."
+        )
+    return (
+        f"A search of all this takes about {needed}, and gets {budget} (--budget): it tries first what promises most, and "
+        "says what it did not come to. The same command then goes on."
     )
 
 

@@ -36,6 +36,7 @@ def preview(space: SearchSpace, options: SearchOptions) -> CheckReport:
         },
         refused=(*conflicts, *not_offered),
         estimated_search_seconds=_estimated_seconds(space, options),
+        budget_seconds=options.budget_seconds,
         warnings=facts.workload.notes,
     )
 
@@ -53,10 +54,10 @@ def _lasting_conflict(space: SearchSpace, name: str, value: Value) -> str | None
 
 
 def _estimated_seconds(space: SearchSpace, options: SearchOptions) -> float:
-    """A rough first idea of what a search will take, never more than the budget."""
+    """A rough first idea of what a search would take that has the time."""
     trials = min(TYPICAL_TRIALS, 2 * space.size, options.trials or TYPICAL_TRIALS)
     compiles = any(
         knob.first_step_limit_seconds(value) is not None for knob in KNOBS for value in space.choices[knob.name]
     )
     seconds = trials * max(TRIAL_SECONDS, STEPS_PER_TRIAL * space.facts.workload.step_seconds)
-    return min(options.budget_seconds, seconds + (trials / 3 * COMPILE_SECONDS if compiles else 0.0))
+    return seconds + (trials / 3 * COMPILE_SECONDS if compiles else 0.0)

@@ -16,6 +16,7 @@ def check_text(**changes: object) -> str:
             RefusedValue(knob="batch_size", value=4096, reason="larger than the data set"),
         ),
         "estimated_search_seconds": 480.0,
+        "budget_seconds": 600.0,
         "warnings": ("another process uses the GPU",),
     }
     report = CheckReport.model_validate({**fields, **changes})
@@ -55,7 +56,11 @@ def test_check_lists_what_is_offered_and_what_is_refused_with_the_reason() -> No
     assert "num_workers: the data set does not shard" in text
     assert "batch_size=4096: larger than the data set" in text
     assert "another process uses the GPU" in text
-    assert "A search would take about 8 min." in text
+    assert "A search of this takes about 8 min. Its budget of 10 min (--budget) is the most that it takes" in text
+    short = check_text(budget_seconds=45.0)
+    assert (
+        "A search of all this takes about 8 min, and gets 45 s (--budget): it tries first what promises most" in short
+    )
 
 
 def test_check_of_a_program_with_less_to_tell() -> None:
