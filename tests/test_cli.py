@@ -42,7 +42,9 @@ class RecordedApi:
 
     def check(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport:
         self._ask("check", workload, options, watcher)
-        return CheckReport(facts=search_facts(), offered={}, refused=(), estimated_search_seconds=600, budget_seconds=600)
+        return CheckReport(
+            facts=search_facts(), offered={}, refused=(), estimated_search_seconds=600, budget_seconds=600
+        )
 
     def memory(self, workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> MemoryReport:
         self._ask("memory", workload, options, watcher)

@@ -30,8 +30,10 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
     share = loader_share(incumbent)
     if share >= IDLE_SHARE:
         names = ", ".join(knob.name for knob in knobs)
-        idle = f"{names}: the loader gives {format_share(min(share, 1.0))} of what the step takes"
-        session.skipped[knobs[0].name] = idle
+        given = format_share(min(share, 1.0))
+        session.skipped[knobs[0].name] = (
+            f"{names}: nothing further was tried, since the loader gives {given} of what the step takes"
+        )
         return incumbent
     session.watcher.stage("loader", "workers for the pace of the step")
     for knob in knobs:
@@ -66,9 +68,11 @@ def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> T
         return incumbent
     needed = math.ceil(HEADROOM * goal / pace)
     at = next((index for index, count in enumerate(counts) if count >= needed), len(counts) - 1)
-    session.watcher.note(
-        f"{knob.name}: one gives {format_rate(pace)} samples/s and the step takes {format_rate(goal)}: {counts[at]} to try"
-    )
+    if _is_worth_a_trial(session, incumbent, incumbent.config.replace({knob.name: counts[at]})):
+        session.watcher.note(
+            f"{knob.name}: one gives {format_rate(pace)} samples/s and the step takes {format_rate(goal)}: "
+            f"{counts[at]} to try"
+        )
     best = _run(session, knob, incumbent, counts[at])
     for count in counts[at + 1 :]:  # more, as long as more gives more
         larger = _run(session, knob, incumbent, count)
@@ -99,14 +103,17 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
         return None
     # The loader alone does not depend on the step: one probe answers for all of them.
     assert session.baseline is not None
-    answer = session.probe("loader", session.baseline.replace(_of_the_loader(session, candidate)))
+    alone = session.baseline.replace(_of_the_loader(session, candidate))
+    is_news = ("loader", alone.key) not in session.probes
+    answer = session.probe("loader", alone)
     if answer.loader is None:
         message = answer.failure.message if answer.failure else "no answer"
         session.watcher.probe("loader", f"{knob.name}={counts[0]}: {message}")
         session.skipped[knob.name] = f"{knob.name}: {message}"
         return None
     rate = answer.loader.samples_per_second / counts[0]
-    session.watcher.probe("loader", f"{knob.name}={counts[0]}: {format_rate(rate)} samples/s, nothing trained")
+    if is_news:
+        session.watcher.probe("loader", f"{knob.name}={counts[0]}: {format_rate(rate)} samples/s, nothing trained")
     return rate
 
 
@@ -128,12 +135,16 @@ def _worthwhile(session: Session, trial: Trial, than: Trial) -> bool:
 def _run(session: Session, knob: Knob, incumbent: Trial, value: Value) -> Trial | None:
     """The incumbent with this value; None where it cannot run, is too dear or fails."""
     candidate = incumbent.config.replace({knob.name: value})
-    if session.obstacle(candidate) is not None or not session.affords(candidate):
-        return None
-    if _most_seen(session, candidate) < WORTHWHILE_GAIN * session.score(incumbent):
+    if not _is_worth_a_trial(session, incumbent, candidate):
         return None
     trial = session.measure(candidate, "loader")
     return trial if trial.failure is None else None
+
+
+def _is_worth_a_trial(session: Session, incumbent: Trial, candidate: TrainingConfig) -> bool:
+    if session.obstacle(candidate) is not None or not session.affords(candidate):
+        return False
+    return _most_seen(session, candidate) >= WORTHWHILE_GAIN * session.score(incumbent)
 
 
 def _most_seen(session: Session, candidate: TrainingConfig) -> float:

@@ -41,7 +41,7 @@ def test_as_many_as_the_step_needs_in_few_trials(new_directory: NewDirectory) ->
 def test_where_the_loader_keeps_up_nothing_is_tried(new_directory: NewDirectory) -> None:
     best, ran, skipped = moved(Program(sample_seconds=0.001, load_seconds=1e-6, **QUIET), new_directory(), cores=16)
     assert (best, ran) == (0, [])
-    assert skipped == ["num_workers: the loader gives 100 % of what the step takes"]
+    assert skipped == ["num_workers: nothing further was tried, since the loader gives 100 % of what the step takes"]
 
 
 def test_fewer_are_taken_where_they_give_as_much(new_directory: NewDirectory) -> None:
@@ -76,3 +76,17 @@ def test_workers_that_die_leave_what_worked(new_directory: NewDirectory) -> None
 def test_for_less_memory_no_worker_is_tried(new_directory: NewDirectory) -> None:
     program = Program(sample_seconds=0.001, load_seconds=0.004)
     assert moved(program, new_directory(), cores=4, objective="memory") == (0, [], [])
+
+
+def test_what_is_known_of_the_loader_is_told_once(new_directory: NewDirectory) -> None:
+    program = Program(sample_seconds=0.001, load_seconds=1 / 270, **QUIET)
+    facts = cpu_facts(global_batch_size=32, machine_changes={"usable_cores": 2})
+    search = SimulatedSearch(program, facts, new_directory())
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        leader = search_loader(session, start)
+        told = list(search.watcher.events)
+        assert sum("to try" in event for event in told) == 1
+        search_loader(session, leader)
+        assert search.watcher.events == [*told, "stage: loader"]
