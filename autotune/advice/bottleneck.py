@@ -70,7 +70,7 @@ def explain(
         return (_cause_text(cause, measurement), "none of the knobs that can be moved here helps against that")
     outcomes = (
         ("what helps against that", [name for name in cures if name in changed]),
-        ("tried against that, without success", [name for name in cures if name in tried - changed]),
+        ("tried against that, without a certain gain", [name for name in cures if name in tried - changed]),
         ("what may help against that, and was not tried", [name for name in cures if name not in tried | changed]),
     )
     return (_cause_text(cause, measurement), *(f"{what}: {', '.join(names)}" for what, names in outcomes if names))

@@ -41,8 +41,12 @@ class Results:
 
     def best(self) -> Answer:
         """The best that is certainly worthwhile and keeps the held batch; the baseline where nothing is."""
+        return self._choose([one for one in self._eligible() if self.keeps_the_batch(one.config)])
+
+    def keeps_the_batch(self, config: TrainingConfig) -> bool:
+        """Whether an optimizer step takes as many samples as are held, if any are."""
         held = self.settings.conditions.global_batch_size
-        return self._choose([one for one in self._eligible() if held is None or one.effective_batch_size == held])
+        return held is None or self.space.effective_batch(config) == held
 
     def free_batch(self) -> Answer | None:
         """Where a batch is held, the best with another one, if letting it go is worthwhile."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from autotune.config import TrainingConfig, Value, settings_text
 from autotune.knobs.base import Knob
-from autotune.quantities import format_ratio, format_share
+from autotune.quantities import NO_UPPER_END, format_ratio, format_share
 from autotune.records import OUT_OF_MEMORY, Measurement, Trial
 from autotune.search.answers import Results
 
@@ -31,7 +31,10 @@ def other_settings(
     """
     searched = [knob for knob in knobs if knob.name in results.space.varied]
     left_out = [text for knob in searched for text in _left_out(results, chosen, knob)]
-    tried = (f"tried, and left out: {', '.join(left_out)}",) if left_out else ()
+    tried = (
+        *_not_taken(results, chosen),
+        *((f"tried, and left out: {', '.join(left_out)}",) if left_out else ()),
+    )
     if results.settings.strategy == "exhaustive":
         return (*tried, *skipped)
     told = {name.strip() for sentence in skipped for name in sentence.partition(":")[0].split(",")}
@@ -39,6 +42,23 @@ def other_settings(
 
 
 # --- what was tried ---------------------------------------------------------------------------------------------------
+
+
+def _not_taken(results: Results, chosen: TrainingConfig) -> Iterator[str]:
+    """Of each configuration that took part in the confirmation beside the answer, how it did there."""
+    failed = {trial.config for trial in results.trials if trial.failure is not None}
+    took_part = dict.fromkeys(t.config for t in results.trials if t.round is not None and t.config not in failed)
+    for config in took_part:
+        if config in (chosen, results.baseline) or not results.keeps_the_batch(config):
+            continue
+        speedup = results.answer(config).speedup
+        low, high = speedup.interval
+        ends = "spread not seen" if high >= NO_UPPER_END else f"{format_ratio(low)} to {format_ratio(high)}"
+        shown = settings_text(config.changes_from(results.baseline))
+        yield (
+            f"measured again beside your settings, and not taken: {shown}: {format_ratio(speedup.value)} the speed (95 % "
+            f"interval: {ends})"
+        )
 
 
 def _left_out(results: Results, chosen: TrainingConfig, knob: Knob) -> Iterator[str]:

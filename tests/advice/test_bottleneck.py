@@ -118,7 +118,7 @@ def test_cures_that_did_not_help_and_those_that_were_not_tried_are_called_that()
     told = explain("loader", measurement(), KNOBS, changed={"pin_memory"}, tried={"num_workers", "pin_memory"})
     assert told[1:] == (
         "what helps against that: pin_memory",
-        "tried against that, without success: num_workers",
+        "tried against that, without a certain gain: num_workers",
         "what may help against that, and was not tried: prefetch_factor",
     )
 

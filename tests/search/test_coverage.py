@@ -10,6 +10,7 @@ from tests.knobs.search_facts import cpu_facts, cuda_facts
 from tests.search.simulated_machine import Fault, Program
 from tests.search.simulated_programs import SCENARIOS, TWO_CORES
 from tests.search.simulated_search import SimulatedSearch, run_search
+from tests.search.test_recommend import BF16, recommended, started
 
 NewDirectory = Callable[[], Path]
 TABLES = SCENARIOS["tables on a CPU"]
@@ -63,7 +64,7 @@ def test_workers_that_do_not_help_a_step_that_waits_are_no_cure(new_directory: N
     kept = run_search(program, FACTS, new_directory(), only=("num_workers",)).recommendation
     assert kept.keep
     assert kept.bottleneck == "loader"
-    assert "tried against that, without success: num_workers" in kept.best.reasons
+    assert "tried against that, without a certain gain: num_workers" in kept.best.reasons
     assert not any("what helps" in reason for reason in kept.best.reasons)
     assert "num_workers=2 (1.00x)" in starting(kept.other_settings, "tried, and left out: ")
 
@@ -74,6 +75,17 @@ def test_what_only_saves_memory_is_not_tried_where_there_is_enough(new_directory
     told = "not tried, since all that it saves is memory, which nothing lacked: activation_checkpointing"
     tried = any("activation_checkpointing" in roomy.session.changes(t.config) for t in roomy.session.trials)
     assert (told in roomy.recommendation.other_settings) != tried
+
+
+def test_what_was_confirmed_and_not_taken_is_told_with_its_interval() -> None:
+    """Once 3 times as fast, then hardly faster: that is no answer, and must not look like one."""
+    found = recommended(started().rounds(BF16, [3000, 1100], [1000, 1000]))
+    assert found.keep
+    told = starting(found.other_settings, "measured again beside your settings, and not taken: precision=bf16: 1.82x")
+    assert "interval: 0." in told
+    assert not any(
+        "not taken" in one for one in recommended(started().rounds(BF16, [3000] * 2, [1000] * 2)).other_settings
+    )
 
 
 def test_an_interrupted_search_says_what_it_had_not_come_to(new_directory: NewDirectory) -> None:
