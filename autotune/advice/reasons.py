@@ -33,20 +33,22 @@ def reasons(
 
 
 def _evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
-    alone = _measured(trials, baseline.replace({name: config[name]}))
-    without = _measured(trials, config.replace({name: baseline[name]}))
-    start, end = _measured(trials, baseline), _measured(trials, config)
+    alone = _closest(trials, baseline.replace({name: config[name]}), baseline)
+    without = config.replace({name: baseline[name]})
+    beside = _closest(trials, config, without) if without != baseline else None
     seen: list[str] = []
-    if alone is not None and start is not None:
-        seen.append(f"{_ratio(alone, start)} the speed alone (trial {alone.number})")
-    if without is not None and end is not None and without.config != baseline:
-        seen.append(f"{_ratio(end, without)} beside the other changes (trial {without.number} is without it)")
+    if alone is not None:
+        seen.append(f"{_ratio(*alone)} the speed alone (trial {alone[0].number})")
+    if beside is not None:
+        seen.append(f"{_ratio(*beside)} beside the other changes (trial {beside[1].number} is without it)")
     return " and ".join(seen) or "tried only together with other changes"
 
 
-def _measured(trials: Sequence[Trial], config: TrainingConfig) -> Trial | None:
-    """The latest measurement of a configuration, which is the most thorough one."""
-    return next((trial for trial in reversed(trials) if trial.config == config and trial.measurement is not None), None)
+def _closest(trials: Sequence[Trial], config: TrainingConfig, other: TrainingConfig) -> tuple[Trial, Trial] | None:
+    """A measurement of each, of those that ran next to each other the latest: a machine is not the same an hour later."""
+    own, others = ([t for t in trials if t.config == one and t.measurement is not None] for one in (config, other))
+    pairs = [(one, another) for one in own for another in others]
+    return min(pairs, key=lambda pair: (abs(pair[0].number - pair[1].number), -pair[0].number), default=None)
 
 
 def _ratio(faster: Trial, slower: Trial) -> str:

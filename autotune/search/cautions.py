@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autotune.config import TrainingConfig
 from autotune.quantities import format_rate, format_share
@@ -15,14 +15,16 @@ NOTABLE_MOVE = 1 + 4 * PROCESS_SPREAD
 """Two measurements of the same settings that are further apart than this, and than both their intervals, want a reason."""
 
 
-def few_rounds(results: Results, config: TrainingConfig, whose: str, more: str) -> tuple[str, ...]:
-    """The warning where a configuration was measured beside the baseline once at most. `more` says how to know better."""
-    rounds = len(results.round_pairs(config))
-    if config == results.baseline or rounds > FEW_ROUNDS:
+def few_rounds(results: Results, named: Mapping[str, TrainingConfig], more: str) -> tuple[str, ...]:
+    """The warning where configurations were measured beside the baseline once at most. `more` says how to know better."""
+    counts = {whose: len(results.round_pairs(config)) for whose, config in named.items() if config != results.baseline}
+    few = {whose: rounds for whose, rounds in counts.items() if rounds <= FEW_ROUNDS}
+    if not few:
         return ()
-    seen = "not measured again beside your settings" if rounds == 0 else "measured again beside your settings only once"
+    subject = f"{' and '.join(few)} {'were' if len(few) > 1 else 'was'}"
+    seen = "measured again beside your settings only once" if any(few.values()) else "not measured again"
     return (
-        f"{whose} was {seen}: how much processes differ on this machine was not seen, so the interval is that of a quiet "
+        f"{subject} {seen}: how much processes differ on this machine was not seen, so the interval is that of a quiet "
         f"machine, and other work on it makes it wrong; {more}",
     )
 

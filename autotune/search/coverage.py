@@ -63,7 +63,8 @@ def _not_taken(results: Results, chosen: TrainingConfig) -> Iterator[str]:
 
 def _left_out(results: Results, chosen: TrainingConfig, knob: Knob) -> Iterator[str]:
     """The knob's values that ran and were not taken, those that came closest first, such as `precision=bf16 (0.99x)`."""
-    values = dict.fromkeys(t.config[knob.name] for t in results.trials if t.round is None)
+    kept = [t for t in results.trials if t.round is None and _keeps_the_batch(results, t.config)]
+    values = dict.fromkeys(trial.config[knob.name] for trial in kept)
     own = (chosen[knob.name], results.baseline[knob.name])
     seen = [(_gain(results, chosen, knob, value), value) for value in values if value not in own]
     seen.sort(key=lambda one: -1.0 if one[0] is None else one[0], reverse=True)
@@ -71,6 +72,11 @@ def _left_out(results: Results, chosen: TrainingConfig, knob: Knob) -> Iterator[
         yield f"{settings_text({knob.name: value})} ({_outcome(results, knob, value, gain)})"
     if len(seen) > VALUES_SHOWN:
         yield f"{len(seen) - VALUES_SHOWN} more of {knob.name}"
+
+
+def _keeps_the_batch(results: Results, config: TrainingConfig) -> bool:
+    """Where it does not, it is a matter of the second answer. What conflicts has no batch at all, and did not run."""
+    return results.space.conflict(config) is None and results.keeps_the_batch(config)
 
 
 def _gain(results: Results, chosen: TrainingConfig, knob: Knob, value: Value) -> float | None:

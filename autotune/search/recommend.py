@@ -120,10 +120,10 @@ def _explained(
 
 def _uncertain(results: Results, best: Answer, free: Answer | None) -> tuple[str, ...]:
     """That the figures of the answers are less sure than their intervals say."""
-    more = "the same command goes on, and measures it again"
+    more = "the same command goes on, and measures again"
+    answers = {"the recommendation": best.config, **({"the second answer": free.config} if free is not None else {})}
     return (
-        *few_rounds(results, best.config, "the recommendation", more),
-        *(few_rounds(results, free.config, "the second answer", more) if free is not None else ()),
+        *few_rounds(results, answers, more),
         *moved(results, results.baseline, "your own program"),
         *(moved(results, best.config, "the recommendation") if best.config != results.baseline else ()),
     )

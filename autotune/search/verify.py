@@ -177,7 +177,7 @@ class _Verification:
         if not results.measurements(self.config, rounds=True):
             return moved(results, self._baseline, "your own program")
         return (
-            *few_rounds(results, self.config, "the recommendation", more),
+            *few_rounds(results, {"the recommendation": self.config}, more),
             *moved(results, self._baseline, "your own program"),
             *moved(results, self.config, "the recommendation"),
         )

@@ -65,8 +65,10 @@ def test_failed_trials_are_no_evidence() -> None:
     )
 
 
-def test_the_latest_measurement_counts() -> None:
-    trials = [START, trial(4, {"precision": "bf16"}, rate=5000.0), trial(12, {"precision": "bf16"}, rate=1800.0)]
+def test_measurements_that_ran_next_to_each_other_are_compared() -> None:
+    """Between them the machine may have become another: here it is half as fast in the end."""
+    first, last = trial(4, {"precision": "bf16"}, rate=3600.0), trial(12, {"precision": "bf16"}, rate=900.0)
+    trials = [trial(0, {}, rate=2000.0), first, trial(11, {}, rate=500.0), last]
     assert evidence("precision", trials) == "1.80x (± 1.4 %) the speed alone (trial 12)"
 
 

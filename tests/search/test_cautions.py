@@ -6,7 +6,7 @@ from autotune.records import Recommendation
 from tests.search.test_recommend import BF16, Trials, recommended, started
 
 ONCE = "the recommendation was measured again beside your settings only once"
-NEVER = "the recommendation was not measured again beside your settings"
+NEVER = "the recommendation was not measured again: "
 
 
 def warned(found: Recommendation, beginning: str) -> bool:
@@ -29,6 +29,12 @@ def test_keeping_the_settings_needs_no_round() -> None:
 def test_the_second_answer_is_held_to_the_same() -> None:
     trials = started().rounds(BF16, [1600, 1610], [1000, 1005]).rounds({**BF16, "batch_size": 128}, [2400], [1000])
     assert warned(recommended(trials), "the second answer was measured again beside your settings only once")
+
+
+def test_both_answers_share_a_sentence() -> None:
+    trials = started().rounds(BF16, [1600], [1000]).rounds({**BF16, "batch_size": 128}, [2400], [1000])
+    found = recommended(trials)
+    assert warned(found, "the recommendation and the second answer were measured again beside your settings only once")
 
 
 def test_a_baseline_that_moved_is_told_with_how_far() -> None:
