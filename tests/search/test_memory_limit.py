@@ -1,0 +1,83 @@
+"""A ceiling under a real limit of memory, through real trial processes: what is named runs again, one more does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotune.options import SearchOptions
+from autotune.records import TrialAnswer, TrialRequest
+from autotune.search.memory import find_ceiling
+from autotune.search.watcher import QuietWatcher
+from autotune.sessions import open_session
+from autotune.workload import workload_from_target
+
+MIB = 2**20
+LIMIT_MIB = 700
+SAMPLE_MIB = 64
+PROGRAM = f"""
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        # The limit counts what is taken; what is never written to costs the machine nothing.
+        ctx.save_for_backward(torch.empty(len(x), {SAMPLE_MIB * MIB}, dtype=torch.uint8))
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (kept,) = ctx.saved_tensors
+        return gradient + 0 * kept[:, :1]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return Keep.apply(self.layer(x))
+
+
+def model_fn():
+    return Model()
+
+
+def data_fn():
+    x = torch.randn(16, 4)
+    return DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
+
+
+def loss_fn(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+
+
+def test_the_size_that_is_named_runs_again_in_fresh_processes(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    workload = workload_from_target(str(tmp_path / "program.py"))
+    options = SearchOptions(study=tmp_path / "study", free_batch=True, memory_limit_bytes=LIMIT_MIB * MIB)
+    with open_session(workload, options, QuietWatcher()) as opened:
+        session = opened.session
+        session.baseline = session.space.baseline
+        ceiling = find_ceiling(session, session.baseline)
+        size = ceiling.largest_batch_size
+        assert size is not None
+
+        def again(batch_size: int) -> TrialAnswer:
+            config = session.space.baseline.replace({session.space.batch_name: batch_size})
+            return opened.pool.run(TrialRequest(kind="memory", config=config, conditions=session.settings.conditions))
+
+        answers = [again(size) for _ in range(3)]
+        larger = again(size + 1)
+    # Threads and the interpreter take the rest, which is not much more than a sample or two.
+    assert (LIMIT_MIB // SAMPLE_MIB) - 3 <= size <= LIMIT_MIB // SAMPLE_MIB
+    assert (ceiling.smallest_failed_batch_size, ceiling.failure_kind) == (size + 1, "host_oom")
+    assert ceiling.out_of_memory_count >= 1
+    for answer in answers:
+        assert answer.failure is None
+        assert answer.memory is not None and answer.memory.fits
+    assert larger.failure is not None and larger.failure.kind == "host_oom"
