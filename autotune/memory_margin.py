@@ -20,7 +20,8 @@ def leak(growth_bytes_per_step: float) -> str:
 def misfit(memory: MemoryMarks, *, limit_bytes: int | None, margin: float) -> str:
     """Why what took this memory does not fit, in one sentence; empty where it does.
 
-    `margin` is the share of `limit_bytes` that must stay unreserved. On a CPU nothing is reserved, and what ran fits.
+    `margin` is the share of `limit_bytes` that must stay unreserved. On a CPU nothing is reserved, and what ran fits: there
+    the margin of a memory probe was out of its reach while it ran.
     """
     if memory.allocator_retries:
         return f"it ran, but only with {memory.allocator_retries} allocator retries: it does not really fit"

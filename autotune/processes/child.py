@@ -181,7 +181,9 @@ class TrialProcess:
         unlimited = resource.getrlimit(resource.RLIMIT_DATA)
         try:
             entry = load_entry(self._order.entry)
-            limit_memory(self._order.request.conditions)
+            conditions = self._order.request.conditions
+            probed = self._order.request.kind == "memory"
+            limit_memory(conditions, host_margin=conditions.memory_margin if probed else 0.0)
             answer = entry(self._order.request, functions, self._enter)
             _hear_no_workers()
         except BaseException as error:  # the user's code may raise anything, SystemExit too
@@ -213,8 +215,11 @@ def _hear_no_workers() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def limit_memory(conditions: Conditions) -> None:
-    """Makes the device, or on CPU this process and each that it starts, as small as the conditions say."""
+def limit_memory(conditions: Conditions, *, host_margin: float = 0.0) -> None:
+    """Makes the device, or on CPU this process and each that it starts, as small as the conditions say.
+
+    `host_margin`: the share of it that stays out of reach on a CPU, where nothing tells afterwards what was left.
+    """
     limit_bytes = conditions.memory_limit_bytes
     if conditions.device == "cuda":
         if limit_bytes is not None:
@@ -223,7 +228,7 @@ def limit_memory(conditions: Conditions) -> None:
     if limit_bytes is None:
         limit_bytes = int(DEFAULT_MEMORY_SHARE * available_memory_bytes())
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    soft = system_memory.data_bytes() + limit_bytes
+    soft = system_memory.data_bytes() + int(limit_bytes * (1 - host_margin))
     resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 

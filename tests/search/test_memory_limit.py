@@ -1,4 +1,4 @@
-"""A ceiling under a real limit of memory, through real trial processes: what is named runs again, one more does not."""
+"""A ceiling under a real limit of memory, through real trial processes: what is named runs again, more does not."""
 
 from __future__ import annotations
 
@@ -67,12 +67,13 @@ def test_the_size_that_is_named_runs_again_in_fresh_processes(tmp_path: Path) ->
         size = ceiling.largest_batch_size
         assert size is not None
 
-        def again(batch_size: int) -> TrialAnswer:
+        def again(batch_size: int, margin: float) -> TrialAnswer:
             config = session.space.baseline.replace({session.space.batch_name: batch_size})
-            return opened.pool.run(TrialRequest(kind="memory", config=config, conditions=session.settings.conditions))
+            conditions = session.settings.conditions.model_copy(update={"memory_margin": margin})
+            return opened.pool.run(TrialRequest(kind="memory", config=config, conditions=conditions))
 
-        answers = [again(size) for _ in range(3)]
-        larger = again(size + 1)
+        answers = [again(size, options.memory_margin) for _ in range(3)]
+        too_large = [again(size + 1, options.memory_margin), again(size, 0.5)]
     # Threads and the interpreter take the rest, which is not much more than a sample or two.
     assert (LIMIT_MIB // SAMPLE_MIB) - 3 <= size <= LIMIT_MIB // SAMPLE_MIB
     assert (ceiling.smallest_failed_batch_size, ceiling.failure_kind) == (size + 1, "host_oom")
@@ -80,4 +81,5 @@ def test_the_size_that_is_named_runs_again_in_fresh_processes(tmp_path: Path) ->
     for answer in answers:
         assert answer.failure is None
         assert answer.memory is not None and answer.memory.fits
-    assert larger.failure is not None and larger.failure.kind == "host_oom"
+    for answer in too_large:
+        assert answer.failure is not None and answer.failure.kind == "host_oom"
