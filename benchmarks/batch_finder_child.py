@@ -29,10 +29,11 @@ from autotune.options import SearchOptions
 from autotune.processes.child import limit_memory
 from autotune.processes.failures import classify
 from autotune.records import Conditions
+from autotune.scratch import scratch
 from autotune.search.memory import find_ceiling
 from autotune.search.study import stored_records
 from autotune.search.watcher import QuietWatcher
-from autotune.sessions import LARGEST_BATCH, open_session, scratch
+from autotune.sessions import LARGEST_BATCH, open_session
 from autotune.surgery.batches import to_device
 from autotune.training.losses import loss_function
 from autotune.workload import UserFunctions, load_functions, workload_from_target
