@@ -15,7 +15,7 @@ from tests.search.simulated_search import REFERENCE, SimulatedSearch
 
 def test_a_slow_value_that_trains_wrong_is_seen_when_it_is_first_tried(tmp_path: Path) -> None:
     program = Program(
-        sample_seconds=0.001, sample_speedups={("precision", "bf16"): 0.5}, wrong=({"precision": "bf16"},)
+        sample_seconds=0.001, sample_speedups={("precision", "bf16"): 0.8}, wrong=({"precision": "bf16"},)
     )
     facts = cpu_facts(batch_size=8, dataset_length=1000, largest_batch_size=64)
     outcome = SimulatedSearch(program, facts, tmp_path, trials=5, only=("precision", "batch_size")).run()
