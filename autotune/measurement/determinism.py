@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.surgery.batches import map_tensors
+from autotune.surgery.batches import map_tensors, tensors
 
 _FUNCTIONAL_DROPOUTS = (
     "dropout",
@@ -22,6 +22,8 @@ _FUNCTIONAL_DROPOUTS = (
     "alpha_dropout",
     "feature_alpha_dropout",
 )
+
+HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @contextmanager
@@ -143,6 +145,19 @@ def round_to(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     return tensor.to(getattr(torch, kind)).to(torch.float32)
 
 
+def shaken(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """The tensor with its values moved by chance, as far as rounding to `kind` may move them.
+
+    What is in that type already, or will be rounded to it anyway, shows by this what its rounding does.
+    """
+    if tensor.dtype not in (torch.float32, getattr(torch, kind)) or tensor.is_nested or tensor.layout != torch.strided:
+        return tensor
+    distance = torch.finfo(getattr(torch, kind)).eps / (4 if tensor.dtype == torch.float32 else 2)
+    generator = torch.Generator().manual_seed(tensor.numel())
+    noise = (2 * torch.rand(tensor.shape, generator=generator) - 1).to(tensor.device)
+    return (tensor.float() * (1 + distance * noise)).to(tensor.dtype)
+
+
 class _Rounding(torch.autograd.Function):
     """Rounds on the way forward and the gradient on the way back."""
 
@@ -172,6 +187,28 @@ def outputs_rounded(model: nn.Module, kind: str) -> Iterator[None]:
     ]
     try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def types_watched(model: nn.Module) -> Iterator[set[str]]:
+    """The types of half the size of fp32 that parameters are in and innermost modules return, by name, as they are seen."""
+    seen: set[str] = set()
+
+    def note(found: Any) -> None:
+        seen.update(HALVES[tensor.dtype] for tensor in tensors(found) if tensor.dtype in HALVES)
+
+    note(list(model.parameters()))
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [
+        module.register_forward_hook(lambda module, args, output: note(output))
+        for module in leaves
+        if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+    ]
+    try:
+        yield seen
     finally:
         for handle in handles:
             handle.remove()

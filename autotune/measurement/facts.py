@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import math
@@ -21,7 +22,7 @@ from autotune.measurement.determinism import is_batch_norm
 from autotune.measurement.measure import PhaseReport
 from autotune.records import TrialRequest, WorkloadFacts
 from autotune.surgery.batches import byte_count, describe, to_device
-from autotune.surgery.blocks import Blocks, find_blocks, named_blocks
+from autotune.surgery.blocks import NO_BLOCKS, Blocks, find_blocks, named_blocks
 from autotune.surgery.generators import seed_everything
 from autotune.surgery.loaders import (
     DEFAULT_PREFETCH_FACTOR,
@@ -35,8 +36,8 @@ from autotune.surgery.loaders import (
 from autotune.surgery.optimizers import fixed_reason, variants
 from autotune.training.losses import describe_convention
 from autotune.training.training import Training
-from autotune.training.windows import Window, WindowLoader
-from autotune.workload import UserFunctions
+from autotune.training.windows import Window, WindowLoader, fresh
+from autotune.workload import ROLES, UserFunctions
 
 ARGUMENTS = {"loss_fn": ("model", "batch"), "optimizer_fn": ("model",), "scheduler_fn": ("optimizer",)}
 """What the optional functions are called with."""
@@ -51,6 +52,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     finite. The user's program runs as it stands: an empty configuration.
     """
     phase("build")
+    _check_kinds(functions)
     for role in ("model_fn", "data_fn"):
         _check_no_arguments(role, getattr(functions, role))
     for role, arguments in ARGUMENTS.items():
@@ -62,7 +64,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     phase("compile")
     window = _first_window(training, request.facts_batch_size)
     made_before = {name for name, _ in model.named_parameters()}
-    loss, first_seconds = _timed_step(training, window)
+    loss, first_seconds = _first_step(training, window, functions.loss_fn)
     _refuse_later_parameters(model, made_before)
     if not math.isfinite(loss):
         raise TrialFailure(
@@ -75,14 +77,14 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     if first_seconds < LONGEST_STEP_SECONDS:
         _, step_seconds = _timed_step(training, window)
     optimizer_variants, optimizer_fixed_reason = _optimizer_options(training, window)
-    batch = to_device(window[0].data, training.parts.device)
+    batch = to_device(fresh(window)[0].data, training.parts.device)
     weight = training.last_weight
     settings = process_settings()  # before user code is asked to set up a worker here
     _check_second_model(functions, training)
     named = named_blocks(model, request.blocks) if request.blocks else None
     blocks = named or _found_blocks(training, batch)
     loader, held = as_loader(functions.data_fn())
-    fresh = (
+    datasets = (
         (as_loader(functions.data_fn())[0].dataset, as_loader(functions.data_fn())[0].dataset)
         if isinstance(loader.dataset, IterableDataset)
         else None
@@ -96,12 +98,12 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         batch_size=loader.batch_size or window[0].samples,
         batch_held=held,
         batch_fixed_reason=batch_fixed_reason(loader),
-        workers_fixed_reason=workers_fixed_reason(loader, fresh),
+        workers_fixed_reason=workers_fixed_reason(loader, datasets),
         num_workers=loader.num_workers,
         pin_memory=bool(loader.pin_memory),
         prefetch_factor=loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
         drop_last=bool(loader.drop_last),
-        dataset_kind="iterable" if fresh else "map",
+        dataset_kind="iterable" if datasets else "map",
         dataset_length=dataset_length(loader),
         model_class=type(model).__name__,
         parameter_count=sum(parameter.numel() for parameter in parameters),
@@ -141,6 +143,44 @@ def _refuse_later_parameters(model: nn.Module, made_before: set[str]) -> None:
 def _convolution_ranks(model: nn.Module) -> tuple[int, ...]:
     convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
     return tuple(sorted({module.weight.dim() for module in convolutions}))
+
+
+def _check_kinds(functions: UserFunctions) -> None:
+    """What is no function of the user's: a model or a loader in the place of what makes one, a criterion of torch's."""
+    for role in ROLES:
+        given = getattr(functions, role)
+        if given is not None and (not callable(given) or (role == "model_fn" and isinstance(given, nn.Module))):
+            raise WorkloadError(
+                f"{role} is an object ({type(given).__name__}); it must be a function: "
+                f"`def {role}({', '.join(ARGUMENTS.get(role, ()))}): return ...`"
+            )
+    loss_fn = functions.loss_fn
+    made = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    module = type(made).__module__ if isinstance(made, nn.Module) else getattr(made, "__module__", None)
+    if module is not None and (module == "torch" or module.startswith("torch.nn.")):
+        name = getattr(made, "__name__", type(made).__name__)
+        raise WorkloadError(
+            f"loss_fn is torch's {name}, which takes an output and a target, but it is called as loss_fn(model, batch); write "
+            f"`def loss_fn(model, batch): return ...`, with {name} of model(inputs) and the targets, both out of the batch"
+        )
+
+
+def _first_step(training: Training, window: Window, loss_fn: Callable[..., Any] | None) -> tuple[float, float]:
+    """A loss_fn that fails is told how it is called, where it names its arguments otherwise."""
+    try:
+        return _timed_step(training, window)
+    except (TypeError, AttributeError) as error:
+        names = _parameter_names(loss_fn)
+        if names and "model" not in names[0]:
+            error.add_note(f"loss_fn is called as loss_fn(model, batch), and is defined as loss_fn({', '.join(names)})")
+        raise
+
+
+def _parameter_names(function: Callable[..., Any] | None) -> list[str]:
+    try:
+        return [] if function is None else list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _check_no_arguments(role: str, function: Callable[..., Any]) -> None:
@@ -190,6 +230,7 @@ def _check_arguments(role: str, function: Callable[..., Any] | None, arguments: 
 
 
 def _timed_step(training: Training, window: Window) -> tuple[float, float]:
+    window = fresh(window)
     begin = time.perf_counter()
     loss = training.step(window)
     synchronize(training.parts.device)
@@ -198,7 +239,7 @@ def _timed_step(training: Training, window: Window) -> tuple[float, float]:
 
 def _optimizer_options(training: Training, window: Window) -> tuple[tuple[str, ...], str | None]:
     """What the optimizer can be switched to, seen while the parameters have gradients: sparse ones forbid some."""
-    training.accumulate(window)
+    training.accumulate(fresh(window))
     options = variants(training.optimizer, training.parts.device), fixed_reason(training.optimizer)
     training.update()
     return options
@@ -226,12 +267,15 @@ def _check_second_model(functions: UserFunctions, training: Training) -> None:
 
 def _found_blocks(training: Training, batch: Any) -> Blocks:
     if _is_compiled(training.model):
-        return Blocks("", ())
+        return NO_BLOCKS
 
     def run_step() -> None:
         training._loss(batch)
 
-    return find_blocks(training.model, run_step)
+    try:
+        return find_blocks(training.model, run_step)
+    except Exception:  # the step itself ran: what raises is being watched, as in scripted modules or under torch.func
+        return NO_BLOCKS
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -18,10 +18,10 @@ from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.measurement.spent import Stopwatch, process_age_seconds
 from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import out_of_the_race, rate, warmed_up
-from autotune.surgery.batches import byte_count, to_device
+from autotune.surgery.batches import byte_count, to_device, versions
 from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
-from autotune.training.windows import MicroBatch, Window, samples_in
+from autotune.training.windows import MicroBatch, Window, fresh, samples_in
 from autotune.workload import UserFunctions
 
 MAXIMUM_WARMUP_BLOCKS = 12
@@ -61,11 +61,13 @@ def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     meter = MemoryMeter(torch.device(request.conditions.device))
     timed = watch.timed(functions, meter.device)
     training = Training(timed, request.config, request.conditions, blocks=request.blocks)
+    training.outlives_schedule = True
     windows = endless(training.loader)
     build_seconds = time.perf_counter() - begin
     phase("compile")
     with watch.part("first_batch_seconds"):
         window = next(windows)
+    first_window = fresh(window)
     before = compile_counts()
     begin = time.perf_counter()
     loss = training.step(window)
@@ -82,7 +84,7 @@ def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         first_step_seconds=first_step_seconds,
         process_seconds=process_age_seconds(),
         first_loss=float(loss),
-        first_window=window,
+        first_window=first_window,
         watch=watch,
     )
 
@@ -231,6 +233,8 @@ class _Resident:
         self.running = running
         self.device = running.meter.device
         self.next_window = 0
+        self.changed_in_place = True
+        """Whether a step changes its batch in place, and is given a copy therefore."""
         self.clock = BlockClock(self.device)
         with running.watch.part("resident_seconds"):
             self.windows = self._collected(running)
@@ -245,7 +249,7 @@ class _Resident:
                 self.update_share, self.device_lag_share = self._shares()
 
     def _time_blocks(self, request: TrialRequest) -> None:
-        self.clock.run(self._step, request.block_seconds / 2)
+        self.clock.run(self._watched_step, request.block_seconds / 2)
         self.clock.forget()
         begin = time.perf_counter()
         for _ in range(request.minimum_blocks):
@@ -267,9 +271,20 @@ class _Resident:
                 break
         return collected
 
-    def _step(self) -> tuple[int, object]:
+    def _next(self) -> Window:
         window = self.windows[self.next_window % len(self.windows)]
         self.next_window += 1
+        return fresh(window) if self.changed_in_place else window
+
+    def _watched_step(self) -> tuple[int, object]:
+        window = self._next()
+        before = [versions(item.data) for item in window]
+        self.running.training.step(window)
+        self.changed_in_place = [versions(item.data) for item in window] != before
+        return samples_in(window), None
+
+    def _step(self) -> tuple[int, object]:
+        window = self._next()
         self.running.training.step(window)
         return samples_in(window), None
 
@@ -281,7 +296,7 @@ class _Resident:
         for index in range(SHARE_REPEATS):
             if index and time.perf_counter() - began > SHARE_SECONDS:
                 break
-            window = self.windows[index % len(self.windows)]
+            window = self._next()
             synchronize(self.device)
             begin = time.perf_counter()
             training.accumulate(window)
@@ -290,6 +305,7 @@ class _Resident:
             training.update()
             synchronize(self.device)
             update_seconds.append((time.perf_counter() - middle) / (time.perf_counter() - begin))
+            window = self._next()
             begin = time.perf_counter()
             training.step(window)
             queued = time.perf_counter()

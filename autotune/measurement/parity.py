@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import replace
 
 import torch
 
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
-from autotune.measurement.clock import endless
 from autotune.measurement.determinism import HIGHEST, Precision, is_batch_norm
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
-from autotune.measurement.reference import Reference
+from autotune.measurement.reference import SAME_AGAIN, Reference
 from autotune.measurement.runs import (
     Difference,
     ParameterChange,
@@ -26,19 +26,29 @@ from autotune.measurement.runs import (
     parameter_changes,
     run_steps,
 )
+from autotune.measurement.samples import windows_for_both
 from autotune.measurement.seeds import run_seeds
-from autotune.measurement.verdict import Allowance, accumulation_advice, allowance, fault, update_fault, widened
+from autotune.measurement.verdict import (
+    Allowance,
+    accumulation_advice,
+    allowance,
+    fault,
+    update_fault,
+    widened,
+    with_repeat,
+)
 from autotune.records import Conditions, ParityResult, TrialRequest
 from autotune.surgery.generators import seed_everything
-from autotune.surgery.loaders import as_loader, batch_fixed_reason, counted, rebuilt
 from autotune.training.training import Training
-from autotune.training.windows import Window, WindowLoader, samples_in
+from autotune.training.windows import Window
 from autotune.workload import UserFunctions
 
 STEPS = 3
 """Windows that are compared. CUDA graphs run the first as it is, record the second and replay the third."""
 SEEDS = 8
 """Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
+LARGEST_REPEAT = 0.1
+"""A program that differs from itself by more, run twice on the same samples, cannot tell right from wrong."""
 
 
 def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> ParityResult:
@@ -111,15 +121,16 @@ class _Check:
     ) -> None:
         self.functions, self.request, self.config, self.conditions = functions, request, config, conditions
         self.phase, self.notes = phase, list(notes)
-        self.reference = Reference(functions, conditions)
 
     def result(self) -> ParityResult:
         self.phase("build")
         seed_everything(0)
         self.users_precision = Precision.now()
         training = Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
-        windows = self._windows(training)
-        whole = self._whole_windows(windows)
+        loader = training.loader.loader
+        # It is given its windows, and needs no data of its own: a data_fn may read for minutes.
+        self.reference = Reference(replace(self.functions, data_fn=lambda: loader), self.conditions)
+        windows, whole = windows_for_both(training, STEPS)
         self.phase("parity")
         has_batch_norm = any(is_batch_norm(module) for module in training.model.modules())
         taken = windows if whole is None or has_batch_norm else whole
@@ -132,7 +143,8 @@ class _Check:
             expected = self.reference.run(taken)
             draws = bool(expected.drew)
             if draws and taken is not windows:
-                expected = self.reference.run(windows)
+                taken = windows
+                expected = self.reference.run(taken)
         if reason := _own_fault(expected.steps):
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         if whole is not None and (draws or has_batch_norm):
@@ -141,26 +153,7 @@ class _Check:
             reason, found, allowed = self._accumulation_fault(whole, windows, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
-        return self._compared(training, expected, windows)
-
-    # --- the same samples for both ---
-
-    def _windows(self, training: Training) -> list[Window]:
-        """The first windows that the training's loader gives, read in this process so that no worker's seed matters."""
-        plain = rebuilt(training.loader.loader, {"num_workers": 0})
-        seed_everything(1)
-        source = endless(WindowLoader(counted(plain), training.parts.micro_batches_per_step))
-        return [next(source) for _ in range(STEPS)]
-
-    def _whole_windows(self, windows: list[Window]) -> list[Window] | None:
-        """The same samples, each window in one piece; None where the candidate does not split, or the loader cannot."""
-        loader, _ = as_loader(self.functions.data_fn())
-        if len(windows[0]) == 1 or batch_fixed_reason(loader) is not None:
-            return None
-        plain = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(windows[0])})
-        seed_everything(1)
-        source = endless(WindowLoader(counted(plain), 1))
-        return [next(source) for _ in range(STEPS)]
+        return self._compared(training, expected, taken, windows)
 
     # --- what may differ ---
 
@@ -171,13 +164,42 @@ class _Check:
         if self.conditions.device == "cuda" and self.users_precision.matters_to(expected.steps[0].gradients):
             runs.append(self.reference.inexact(windows, expected, precision=self.users_precision))
         # Twice, for how far a small tensor is off is chance, and one throw of the dice says little.
-        outputs = [self.reference.inexact(windows, expected, outputs=kind) for kind in roundings]
-        outputs += [self.reference.inexact(windows, expected, outputs=kind, rounding=kind) for kind in roundings]
+        outputs = [self._with_outputs_rounded(windows, expected, kind, None) for kind in roundings]
+        outputs += [self._with_outputs_rounded(windows, expected, kind, kind) for kind in roundings]
         return allowance(runs, outputs, roundings)
 
+    def _with_outputs_rounded(
+        self, windows: list[Window], expected: Run, kind: str, rounding: str | None
+    ) -> list[Difference]:
+        try:
+            return self.reference.inexact(windows, expected, outputs=kind, rounding=rounding)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the user's model refuses hooks (scripted modules), or what they add (torch.func)
+            return []
+
     def _roundings(self) -> set[str]:
+        """The types that the candidate rounds to, and those that the user's program rounds to by itself."""
+        return {*self._own_roundings(), *self.reference.own_types}
+
+    def _own_roundings(self) -> set[str]:
         """The types that the candidate rounds to."""
         return {kind for knob in KNOBS if (kind := knob.rounds_to(self.config[knob.name])) is not None}
+
+    def _see_whether_it_repeats(self, expected: Run, windows: list[Window], allowed: Allowance) -> Allowance:
+        """Runs the reference once more: a program may keep state outside its model, or add in no fixed order."""
+        try:
+            again = self.reference.inexact(windows, expected)
+        except torch.OutOfMemoryError:  # beside the candidate there is no room for it
+            return allowed
+        error = max(step.gradients.relative_error for step in again)
+        if not error > SAME_AGAIN:
+            return allowed
+        self.notes.append(
+            f"the user's own program, run twice from the same weights on the same samples, differs from itself by "
+            f"{error:.2g}: loss_fn or the model keeps a count or random numbers outside the model's state"
+        )
+        return with_repeat(allowed, again) if error <= LARGEST_REPEAT else allowed
 
     # --- the verdict ---
 
@@ -199,10 +221,11 @@ class _Check:
         advice = accumulation_advice(found.gradients, len(windows[0]))
         return f"gradients differ by {error:.2g}, of {allowed.tolerance:.2g} allowed{advice}", found, allowed
 
-    def _compared(self, training: Training, expected: Run, windows: list[Window]) -> ParityResult:
+    def _compared(self, training: Training, expected: Run, taken: list[Window], windows: list[Window]) -> ParityResult:
+        """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one."""
         if self._roundings():
-            self.reference.reuse_if_stateless(expected, windows)
-        allowed = self._allowance(expected, windows[:1])
+            self.reference.reuse_if_stateless(expected, taken)
+        allowed = self._allowance(expected, taken[:1])
         self.reference.let_go()  # the candidate gets its memory
         if self.conditions.device == "cuda":
             _release(self.conditions)
@@ -217,13 +240,15 @@ class _Check:
         pieces = len(windows[0])
         if self._draws_others(training, expected) and fault(steps, allowed, pieces):
             steps, allowed = self._by_means(training, steps, allowed, windows[0])
+        if fault(steps, allowed, pieces):
+            allowed = self._see_whether_it_repeats(expected, taken, allowed)
         reason = fault(steps, allowed, pieces)
         if reason and not fault(steps[:1], allowed, pieces):
             # An update that is off shows in the gradients that follow it, so it is told before these.
             reason = update_fault(changes, expected.settings, settings, len(windows), exact)
             if not reason:
                 # The later windows were held to a floor from the first: where that is too strict, to their own.
-                allowed = self._allowance(expected, windows)
+                allowed = self._allowance(expected, taken)
                 reason = fault(steps, allowed, pieces)
         reason = reason or update_fault(changes, expected.settings, settings, len(windows), exact)
         return self._record(reason, steps, changes, allowed, windows)
@@ -246,7 +271,7 @@ class _Check:
             return False
         # A compiler has a generator of its own; a CPU's generator gives other numbers in another type. Recomputation is
         # no excuse: it must draw what the forward drew.
-        other_type = self.conditions.device == "cpu" and bool(self._roundings()) and "torch" in expected.drew
+        other_type = self.conditions.device == "cpu" and bool(self._own_roundings()) and "torch" in expected.drew
         return training.parts.expects_compiled_graphs or other_type
 
     def _record(

@@ -18,6 +18,8 @@ from autotune.measurement.determinism import (
     eager,
     outputs_rounded,
     round_to,
+    shaken,
+    types_watched,
 )
 from autotune.measurement.runs import Difference, Run, Step, copied, difference, differences, run_steps, run_windows
 from autotune.measurement.seeds import Means, run_seeds
@@ -46,12 +48,21 @@ class Reference:
         """What every run starts from, on the CPU; empty before the first."""
         self.has_dropout = False
         """Set where dropout is to be turned off."""
+        self.own_types: frozenset[str] = frozenset()
+        """Types below fp32 that the program computes in by itself: it has an autocast of its own, or such parameters."""
 
     # --- runs ---
 
     def run(self, windows: list[Window]) -> Run:
         """All windows in turn, with their updates."""
-        return self._with_training(lambda training: run_windows(training, windows, 1))
+
+        def run(training: Training) -> Run:
+            with types_watched(training.model) as seen:
+                found = run_windows(training, windows, 1)
+            self.own_types = frozenset(seen)
+            return found
+
+        return self._with_training(run)
 
     def step(self, window: Window, *, seed: int = 1, evaluated_norms: bool = False) -> Step:
         """One window and no update; on demand with BatchNorm in evaluation."""
@@ -75,16 +86,21 @@ class Reference:
     ) -> list[Difference]:
         """How far the user's program is from itself where it is computed in less than fp32.
 
-        `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to.
+        `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to. Where the
+        program computes in such a type by itself, its weights and inputs are moved as far as that rounds.
         """
+
+        def inexact(tensor: torch.Tensor) -> torch.Tensor:
+            assert rounding is not None
+            return (shaken if rounding in self.own_types else round_to)(tensor, rounding)
 
         def run(training: Training) -> list[Difference]:
             given = windows
             if rounding is not None:
                 with torch.no_grad():
                     for parameter in training.model.parameters():
-                        parameter.copy_(round_to(parameter, rounding))
-                given = [_rounded(window, rounding) for window in windows]
+                        parameter.copy_(inexact(parameter))
+                given = [_changed(window, inexact) for window in windows]
             with outputs_rounded(training.model, outputs) if outputs else nullcontext():
                 return differences(teacher.steps, run_steps(training, given, 1, teacher.steps))
 
@@ -142,5 +158,5 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
-def _rounded(window: Window, kind: str) -> Window:
-    return [MicroBatch(item.samples, map_tensors(item.data, lambda t: round_to(t, kind))) for item in window]
+def _changed(window: Window, function: Callable[[torch.Tensor], torch.Tensor]) -> Window:
+    return [MicroBatch(item.samples, map_tensors(item.data, function)) for item in window]

@@ -12,7 +12,7 @@ import torch
 from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers, in_real_numbers
 from autotune.surgery.generators import random_state, seed_everything
 from autotune.training.training import Training
-from autotune.training.windows import Window
+from autotune.training.windows import Window, fresh
 
 SCALER_TRIES = 25
 """Halvings of the loss scale that fp16 is given to reach a step that is not skipped."""
@@ -109,10 +109,10 @@ def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor,
     A scale that starts too high skips its first steps and halves; that is the scaler's work, not an error.
     """
     if training.scaler is None:
-        return training.accumulate(window), 0
+        return training.accumulate(fresh(window)), 0
     buffers = copied(dict(training.model.named_buffers()))
     for skipped in range(SCALER_TRIES):
-        loss = training.accumulate(window)
+        loss = training.accumulate(fresh(window))
         if all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in training.model.parameters()):
             return loss, skipped
         if not math.isfinite(float(loss)):
@@ -123,7 +123,7 @@ def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor,
             parameter.grad = None
         for name, buffer in training.model.named_buffers():
             buffer.copy_(buffers[name])
-    return training.accumulate(window), SCALER_TRIES
+    return training.accumulate(fresh(window)), SCALER_TRIES
 
 
 def _take_up(training: Training, teacher: Step) -> None:

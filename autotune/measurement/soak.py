@@ -21,7 +21,7 @@ from autotune.records import Phase, SoakResult, TrialRequest
 from autotune.stats import rate
 from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
-from autotune.training.windows import Window, samples_in
+from autotune.training.windows import Window, fresh, samples_in
 from autotune.workload import UserFunctions
 
 STEADY_SHARE = 0.85
@@ -203,7 +203,7 @@ class _Alone:
         seed_everything(self.request.conditions.seed)
         plain = Training(self.functions, TrainingConfig({}), self.request.conditions)
         try:
-            plain.step(self.window)
+            plain.step(fresh(self.window))
             attempt(plain, self.window)
         except torch.OutOfMemoryError:
             return None  # beside the other, it does not fit; that says nothing of the user's program
@@ -214,8 +214,8 @@ class _Alone:
 
 def _evaluate(training: Training, window: Window) -> str:
     """A forward as in an evaluation, and a step after it."""
-    training.evaluate(window)
-    training.step(window)
+    training.evaluate(fresh(window))
+    training.step(fresh(window))
     return ""
 
 
@@ -247,7 +247,7 @@ def _losses_after_load(training: Training, window: Window, path: str) -> list[fl
 def _losses(training: Training, window: Window) -> list[float]:
     """Of two steps from the same random numbers: the first depends on the weights, the second on the optimizer too."""
     seed_everything(0)
-    return [float(training.step(window)), float(training.step(window))]
+    return [float(training.step(fresh(window))), float(training.step(fresh(window)))]
 
 
 def _alike(left: list[float], right: list[float]) -> bool:

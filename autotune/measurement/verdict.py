@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.measurement.gradients import Comparison
 from autotune.measurement.runs import SCALER_TRIES, Difference, ParameterChange, Settings
@@ -110,6 +110,21 @@ def allowance(
             _raise_to(buffer_errors, step.buffers)
     units = max((UNIT_ROUNDOFF[kind] for kind in roundings), default=0.0)
     return Allowance(relative_error, errors, buffer_errors, loss_error, units, LARGEST_TOLERANCE, output_error)
+
+
+def with_repeat(allowed: Allowance, repeat: Sequence[Difference]) -> Allowance:
+    """As much more as the reference differs from itself by when it is run again."""
+    found = allowance([repeat])
+    errors, buffer_errors = dict(allowed.errors), dict(allowed.buffer_errors)
+    _raise_to(errors, found.errors)
+    _raise_to(buffer_errors, found.buffer_errors)
+    return replace(
+        allowed,
+        relative_error=max(allowed.relative_error, found.relative_error),
+        errors=errors,
+        buffer_errors=buffer_errors,
+        loss_error=max(allowed.loss_error, found.loss_error),
+    )
 
 
 def widened(allowed: Allowance, reference: Means) -> Allowance:

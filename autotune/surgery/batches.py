@@ -82,6 +82,19 @@ def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
+def independent(batch: Any) -> Any:
+    """A copy that shares no memory with the batch: a loss function may change in place what it is given."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # whatever an object of the user's raises that cannot be copied: its tensors can
+        return map_tensors(batch, torch.clone)
+
+
+def versions(batch: Any) -> list[int]:
+    """A number for each tensor in a batch that grows where it is changed in place."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors(batch)]
+
+
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a batch, depth first."""
     if isinstance(batch, torch.Tensor):

@@ -55,6 +55,8 @@ def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:
     if isinstance(data, DataLoader):
         _refuse_without_batches(data)
         return data, True
+    if isinstance(data, type):
+        raise WorkloadError(f"data_fn returned the class {data.__name__}; it must return an object of it: call it")
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=DEFAULT_BATCH_SIZE), False
     if isinstance(data, Dataset) or _holds_samples(data):

@@ -64,7 +64,7 @@ def _check_scalar(loss: torch.Tensor) -> None:
 def _describe_result(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {len(result)} ({', '.join(_describe_item(item) for item in result)})"
-    return f"a {type(result).__name__}"
+    return "None (is a return missing?)" if result is None else f"a {type(result).__name__}"
 
 
 def _describe_item(item: Any) -> str:

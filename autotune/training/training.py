@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -49,6 +51,10 @@ class Training:
             knob.configure_process(value, device)
         self._uses_loss_fn = functions.loss_fn is not None
         self._clip_grad_norm = conditions.clip_grad_norm
+        self.outlives_schedule = False
+        """Whether steps go on at the last learning rate where a schedule ends by raising: a trial may be longer than the
+        training that was planned."""
+        self._schedule_ended = False
         self.last_weight: Any = None
         """Sum of the last window's loss weights; None where the loss is a mean."""
         self.parts = TrainingParts(
@@ -198,9 +204,18 @@ class Training:
             scaler.update()
         else:
             self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        self._step_scheduler()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _step_scheduler(self) -> None:
+        if self.scheduler is None or self._schedule_ended:
+            return
+        try:
+            self.scheduler.step()
+        except Exception:  # a OneCycleLR that is stepped beyond its end, a table of rates that is used up
+            if not self.outlives_schedule:
+                raise
+            self._schedule_ended = True
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training goes on from: model, optimizer, scheduler and scaler."""
@@ -232,7 +247,8 @@ def _present(hooks: Iterable[Hook | None]) -> list[Hook]:
 def _made_model(functions: UserFunctions) -> nn.Module:
     model = functions.model_fn()
     if not isinstance(model, nn.Module):
-        raise WorkloadError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
+        what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise WorkloadError(f"model_fn returned {what}; it must return a torch.nn.Module")
     parameters = list(model.parameters())
     lazy = [name for name, module in model.named_modules() if isinstance(module, nn.modules.lazy.LazyModuleMixin)]
     if lazy and any(nn.parameter.is_lazy(parameter) for parameter in parameters):
@@ -248,9 +264,11 @@ def _made_model(functions: UserFunctions) -> nn.Module:
 def _made_optimizer(functions: UserFunctions, model: nn.Module) -> torch.optim.Optimizer:
     if functions.optimizer_fn is None:
         return torch.optim.AdamW(model.parameters())
+    _refuse_an_optimizers_class(functions.optimizer_fn)
     optimizer = functions.optimizer_fn(model)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise WorkloadError("optimizer_fn returned LBFGS, whose step needs a closure; that is not supported")
+    if isinstance(optimizer, torch.optim.LBFGS) or _needs_arguments(getattr(optimizer, "step", None)):
+        name = type(optimizer).__name__
+        raise WorkloadError(f"optimizer_fn returned {name}, whose step needs a closure; that is not supported")
     if isinstance(optimizer, torch.optim.Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -262,19 +280,43 @@ def _made_optimizer(functions: UserFunctions, model: nn.Module) -> torch.optim.O
     what = type(optimizer).__name__
     if isinstance(optimizer, (list, tuple)):
         what = f"a {what} of {len(optimizer)} ({', '.join(type(item).__name__ for item in optimizer)})"
+        if any(isinstance(item, torch.optim.lr_scheduler.LRScheduler) for item in optimizer):
+            raise WorkloadError(
+                f"optimizer_fn returned {what}; return the optimizer alone, and the scheduler from scheduler_fn(optimizer)"
+            )
     raise WorkloadError(
         f"optimizer_fn returned {what}; it must return one torch.optim.Optimizer (parameter groups can hold several "
         "learning rates; several optimizers in one step are not supported)"
     )
 
 
+def _refuse_an_optimizers_class(optimizer_fn: Callable[..., Any]) -> None:
+    """`optimizer_fn = torch.optim.AdamW` would be called with the model."""
+    made = optimizer_fn.func if isinstance(optimizer_fn, functools.partial) else optimizer_fn
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and made.__module__.startswith("torch.optim"):
+        raise WorkloadError(
+            f"optimizer_fn is the class {made.__name__}, which takes parameters, but it is called with the model; write "
+            f"`def optimizer_fn(model): return torch.optim.{made.__name__}(model.parameters())`"
+        )
+
+
+def _needs_arguments(method: Any) -> bool:
+    try:
+        inspect.signature(method).bind()
+    except TypeError:  # it does, or there is none
+        return callable(method)
+    except ValueError:  # of native code
+        return False
+    return False
+
+
 def _made_scheduler(functions: UserFunctions, optimizer: torch.optim.Optimizer) -> Any:
     if functions.scheduler_fn is None:
         return None
     scheduler = functions.scheduler_fn(optimizer)
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
+    if not hasattr(scheduler, "step") or _needs_arguments(scheduler.step):
         raise WorkloadError(
             f"scheduler_fn returned {type(scheduler).__name__}; it must return a learning rate scheduler that is stepped "
-            "once per optimizer step without a metric"
+            "once per optimizer step without a metric or other arguments"
         )
     return scheduler

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune.surgery.batches import leading_size
+from autotune.surgery.batches import independent, leading_size
 from autotune.surgery.loaders import Counted, batch_fixed_reason, counted, dataset_length, rebuilt
 
 
@@ -25,6 +25,11 @@ Window = list[MicroBatch]
 def samples_in(window: Window) -> int:
     """Of all its micro-batches."""
     return sum(micro_batch.samples for micro_batch in window)
+
+
+def fresh(window: Window) -> Window:
+    """A copy to train on, where the same window is wanted again: the user's loss may change its batch in place."""
+    return [MicroBatch(micro_batch.samples, independent(micro_batch.data)) for micro_batch in window]
 
 
 class WindowLoader:

@@ -249,6 +249,24 @@ def test_resident_steps_leave_the_loader_out() -> None:
     assert measured(program()).resident_samples_per_second is None
 
 
+def test_resident_steps_are_given_their_batches_as_they_were() -> None:
+    def in_place(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        assert float(x.max()) > 0.1, "the batch is what an earlier step made of it"
+        x.div_(100)
+        return nn.functional.mse_loss(model(x), y)
+
+    assert measured(program(loss_fn=in_place), measure_resident=True, maximum_blocks=3).resident_blocks is not None
+
+
+def test_a_schedule_that_ends_before_the_trial_does_not_end_it() -> None:
+    def scheduler_fn(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+
+    result = measured(program(scheduler_fn=scheduler_fn), minimum_blocks=3, maximum_blocks=3)
+    assert result.warmup_steps + sum(result.blocks.steps) > 12
+
+
 class SlowSgd(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         pause(0.006)

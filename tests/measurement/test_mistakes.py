@@ -1,5 +1,6 @@
 """What a user's function may return by mistake, and what is said of it: one sentence with what to change."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from autotune.config import TrainingConfig
 from autotune.errors import WorkloadError
 from autotune.measurement.facts import read_facts
+from autotune.processes.failures import classify
 from autotune.records import Conditions, TrialRequest
 from autotune.workload import UserFunctions
 
@@ -36,6 +38,21 @@ def three_arguments(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
     return nn.functional.mse_loss(model(x), y)
 
 
+def with_scheduler(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+
+class WantsAClosure(torch.optim.Optimizer):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return closure()
+
+
+class WantsAnEpoch:
+    def step(self, epoch: int) -> None:
+        raise AssertionError(epoch)
+
+
 @pytest.mark.parametrize(
     ("functions", "sentence"),
     [
@@ -49,6 +66,27 @@ def three_arguments(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
         ({"data_fn": Nothing}, "the data set is empty"),
         ({"loss_fn": three_arguments}, "loss_fn is called as loss_fn(model, batch), which three_arguments(model"),
         ({"optimizer_fn": lambda: None}, "optimizer_fn is called as optimizer_fn(model)"),
+        ({"model_fn": nn.Linear(4, 1)}, "model_fn is an object (Linear); it must be a function: `def model_fn()"),
+        ({"model_fn": lambda: nn.Linear}, "model_fn returned the class Linear"),
+        ({"data_fn": data_fn()}, "data_fn is an object (DataLoader)"),
+        (
+            {"data_fn": lambda: TensorDataset},
+            "data_fn returned the class TensorDataset; it must return an object of it",
+        ),
+        ({"loss_fn": nn.MSELoss()}, "loss_fn is torch's MSELoss, which takes an output and a target"),
+        ({"loss_fn": nn.functional.mse_loss}, "loss_fn is torch's mse_loss"),
+        ({"loss_fn": lambda model, batch: None}, "loss_fn returned None (is a return missing?)"),
+        ({"optimizer_fn": torch.optim.AdamW}, "write `def optimizer_fn(model): return torch.optim.AdamW(model.para"),
+        ({"optimizer_fn": functools.partial(torch.optim.SGD, lr=0.1)}, "optimizer_fn is the class SGD"),
+        ({"optimizer_fn": with_scheduler}, "the optimizer alone, and the scheduler from scheduler_fn(optimizer)"),
+        (
+            {"optimizer_fn": lambda model: WantsAClosure(model.parameters(), {})},
+            "WantsAClosure, whose step needs a clos",
+        ),
+        (
+            {"scheduler_fn": lambda optimizer: WantsAnEpoch()},
+            "scheduler_fn returned WantsAnEpoch; it must return a lear",
+        ),
         (
             {"optimizer_fn": lambda model: torch.optim.SGD(model_fn().parameters(), 0.1)},
             "optimizer_fn returned an optimizer that holds no parameter of the model",
@@ -72,3 +110,17 @@ def test_a_list_of_samples_is_a_data_set() -> None:
     )
     facts = read_facts(UserFunctions(model_fn, lambda: samples, loss_fn), request, lambda phase: None)
     assert facts.dataset_length == 16
+
+
+def test_a_loss_that_takes_other_arguments_is_told_how_it_is_called() -> None:
+    def swapped(batch: Any, model: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    request = TrialRequest(
+        kind="facts", config=TrainingConfig({}), conditions=Conditions(device="cpu", global_batch_size=None)
+    )
+    with pytest.raises(TypeError) as caught:
+        read_facts(UserFunctions(model_fn, data_fn, swapped), request, lambda phase: None)
+    assert classify(caught.value, "compile").message.endswith(
+        "(loss_fn is called as loss_fn(model, batch), and is defined as loss_fn(batch, model))"
+    )

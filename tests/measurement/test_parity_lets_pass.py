@@ -7,12 +7,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from autotune.measurement.facts import read_facts
 from autotune.workload import UserFunctions
 from tests.measurement.parity_programs import (
     BLOCKS,
@@ -24,7 +26,7 @@ from tests.measurement.parity_programs import (
     in_autocast,
     parity,
 )
-from tests.measurement.programs import WIDTH, mse, program, regression_data
+from tests.measurement.programs import WIDTH, mse, no_phase, program, regression_data, request
 from tests.surgery.models import Gpt, ResNet
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
@@ -370,3 +372,121 @@ class Grows(nn.Module):
 
 def test_buffers_may_come_and_grow() -> None:
     assert_passed(parity(program(Grows), precision="bf16"))
+
+
+# --- programs that are not the same at every call ---
+
+
+def normalising_in_place(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    x.sub_(1.0).div_(10.0)
+    return F.mse_loss(model(x).float(), y)
+
+
+@pytest.mark.parametrize("variant", [{}, {"precision": "bf16"}, SPLIT])
+def test_a_loss_that_changes_its_batch_in_place_is_given_it_as_it_was(variant: dict[str, Any]) -> None:
+    assert_passed(parity(program(loss_fn=normalising_in_place), **variant))
+
+
+def unseeded_data() -> DataLoader[Any]:
+    x = torch.from_numpy(np.random.default_rng().normal(size=(64, WIDTH))).float()
+    return DataLoader(TensorDataset(x, x[:, :1]), batch_size=8, shuffle=True)
+
+
+def test_data_that_are_others_at_every_call_of_data_fn_can_be_split() -> None:
+    result = parity(program(data_fn=unseeded_data), **SPLIT)
+    assert_passed(result)
+    assert result.relative_error < 1e-5
+
+
+def annealed() -> Callable[[Any, Any], torch.Tensor]:
+    """A term of the loss that grows with the number of calls, which is counted outside the model."""
+    calls = itertools.count()
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return mse(model, batch) * (1 + next(calls) / 2000)
+
+    return loss_fn
+
+
+def test_a_loss_that_counts_its_calls_is_allowed_what_the_count_changes() -> None:
+    result = parity(program(loss_fn=annealed()))
+    assert_passed(result)
+    assert "differs from itself" in result.notes[0]
+
+
+class DrawsFromTheSystem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * random.SystemRandom().uniform(0.1, 2.0))
+
+
+def test_what_differs_from_itself_by_much_is_not_excused_and_says_so() -> None:
+    result = parity(program(DrawsFromTheSystem))
+    assert_rejected(result, "differ by")
+    assert "differs from itself" in result.notes[0]
+
+
+# --- programs that compute in less than fp32 by themselves ---
+
+
+class OwnAutocast(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def in_bf16() -> nn.Module:
+    return Net().to(torch.bfloat16)
+
+
+def mse_in_bf16(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0].to(torch.bfloat16)).float(), batch[1])
+
+
+def coupled(model: nn.Module, batch: Any) -> torch.Tensor:
+    y = model(batch[0])[:, 0]
+    return (y[:, None] - y[None]).square().mean()
+
+
+@pytest.mark.parametrize(("model_fn", "loss_fn"), [(OwnAutocast, mse), (in_bf16, mse_in_bf16)])
+@pytest.mark.parametrize("variant", ["split", "fused"])
+def test_the_programs_own_rounding_is_allowed(model_fn: Any, loss_fn: Any, variant: str) -> None:
+    result = parity(program(model_fn, loss_fn=loss_fn), **VARIANTS[variant])
+    assert_passed(result)
+    assert 4 * 2.0**-8 <= result.tolerance < 0.1
+
+
+def summed(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]).float(), batch[1], reduction="sum")
+
+
+@pytest.mark.parametrize(("model_fn", "precision"), [(OwnAutocast, "as_is"), (Net, "bf16")])
+@pytest.mark.parametrize(("loss_fn", "text"), [(coupled, "couples the samples"), (summed, "the loss is a sum")])
+def test_no_rounding_excuses_a_step_that_is_split_wrong(model_fn: Any, precision: str, loss_fn: Any, text: str) -> None:
+    result = parity(program(model_fn, loss_fn=loss_fn), precision=precision, **SPLIT)
+    assert_rejected(result, text)
+    assert result.tolerance < 0.3
+
+
+# --- programs that cannot be watched ---
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)))
+
+
+def with_jacobian(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mse(model, batch) + 0.01 * torch.func.vmap(torch.func.jacrev(model))(batch[0]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    "functions", [program(scripted), program(loss_fn=with_jacobian)], ids=["scripted", "function transforms"]
+)
+def test_what_cannot_be_watched_is_compared_all_the_same(functions: UserFunctions) -> None:
+    assert read_facts(functions, request("facts"), no_phase).blocks == ()
+    assert_passed(parity(functions, precision="bf16"))

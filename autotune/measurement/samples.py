@@ -1,0 +1,50 @@
+"""The samples that two runs are compared on: the same for both, however a step is split into micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.measurement.clock import endless
+from autotune.surgery.batches import independent
+from autotune.surgery.generators import seed_everything
+from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt
+from autotune.training.training import Training
+from autotune.training.windows import MicroBatch, Window, WindowLoader, samples_in
+
+
+def windows_for_both(training: Training, count: int) -> tuple[list[Window], list[Window] | None]:
+    """The first windows that the training's loader gives, and the same samples with each window in one piece.
+
+    Read in this process, so that no worker's seed matters. In place of the latter None where the training does not
+    split a step, or its loader cannot. Samples are drawn once and collated twice: drawn again, from another call of
+    `data_fn` even, they may be others.
+    """
+    loader, pieces = training.loader.loader, training.parts.micro_batches_per_step
+    splits = pieces > 1 and batch_fixed_reason(loader) is None
+    plain = rebuilt(loader, {"num_workers": 0, **({"collate_fn": _as_drawn} if splits else {})})
+    seed_everything(1)
+    source = endless(WindowLoader(counted(plain), pieces))
+    drawn = [next(source) for _ in range(count)]
+    if not splits:
+        return drawn, None
+    collate = loader.collate_fn.collate if isinstance(loader.collate_fn, CountingCollate) else loader.collate_fn
+    windows = _collated(drawn, collate)
+    listed = all(isinstance(item.data, list) for window in drawn for item in window)
+    if len(drawn[0]) == 1 or not listed:  # a data set may give whole batches of a form of its own
+        return windows, None
+    return windows, _collated([_in_one_piece(window) for window in drawn], collate)
+
+
+def _as_drawn(samples: Any) -> Any:
+    """In place of a collate function."""
+    return samples
+
+
+def _in_one_piece(window: Window) -> Window:
+    return [MicroBatch(samples_in(window), [sample for item in window for sample in item.data])]
+
+
+def _collated(windows: list[Window], collate: Any) -> list[Window]:
+    """With the user's collate function, from the same random numbers at each call of this."""
+    seed_everything(1)
+    return [[MicroBatch(item.samples, collate(independent(item.data))) for item in window] for window in windows]
