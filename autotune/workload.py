@@ -135,7 +135,7 @@ def _renamed(reference: WorkloadReference) -> Workload:
 def _read(path: Path, shown: str) -> str:
     if not path.is_file():
         raise WorkloadError(f"no such file: {shown}")
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def _module_file(name: str) -> Path:
@@ -201,7 +201,7 @@ def _names_of_other(directory: Path, star_import: ast.ImportFrom) -> set[str]:
     for path in (folder.with_suffix(".py"), folder / "__init__.py"):
         if path.is_file():
             try:
-                other = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+                other = ast.parse(path.read_text(encoding="utf-8-sig", errors="replace"))
             except SyntaxError:
                 return set()  # importing it will say so
             return _bound_names(other, path.parent)

@@ -124,6 +124,11 @@ def test_a_missing_function_is_an_error_that_lists_what_there_is(tmp_path: Path,
     assert message in str(caught.value)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_bytes(b"\xef\xbb\xbf" + PLAIN.encode())
+    assert load_functions(workload_from_target(str(tmp_path / "train.py"))).model_fn() == "model"
+
+
 def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="train.py has a syntax error in line 2: ") as caught:
         workload_from_target(written(tmp_path, "x = 1\ndef model_fn(:\n    pass\n"))

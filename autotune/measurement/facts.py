@@ -160,7 +160,7 @@ def _check_kinds(functions: UserFunctions) -> None:
     if module is not None and (module == "torch" or module.startswith("torch.nn.")):
         name = getattr(made, "__name__", type(made).__name__)
         raise WorkloadError(
-            f"loss_fn is torch's {name}, which takes an output and a target, but it is called as loss_fn(model, batch); write "
+            f"loss_fn is torch's {name}, which takes an output and a target, but is called as loss_fn(model, batch); write "
             f"`def loss_fn(model, batch): return ...`, with {name} of model(inputs) and the targets, both out of the batch"
         )
 

@@ -10,6 +10,7 @@ import torch
 from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
 from autotune.measurement.marks import watched_step
 from autotune.measurement.measure import PhaseReport, started
+from autotune.measurement.samples import check_workers
 from autotune.memory_margin import misfit
 from autotune.records import LoaderProbe, MemoryProbe, TrialRequest
 from autotune.stats import rate
@@ -87,6 +88,7 @@ def probe_loader(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     training = Training(functions, request.config, request.conditions, blocks=request.blocks)
     loader = training.loader.loader
     phase("loader")
+    check_workers(training, phase)
     windows = endless(training.loader)
     clock = BlockClock(torch.device("cpu"))
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
+from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless
+from autotune.measurement.measure import PhaseReport
 from autotune.surgery.batches import independent
 from autotune.surgery.generators import seed_everything
-from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt
+from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt, signature
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window, WindowLoader, samples_in
+
+SAMPLES_TO_COMPARE = 4
+"""Loading one may take a tenth of a second."""
 
 
 def windows_for_both(training: Training, count: int) -> tuple[list[Window], list[Window] | None]:
@@ -33,6 +41,39 @@ def windows_for_both(training: Training, count: int) -> tuple[list[Window], list
     if len(drawn[0]) == 1 or not listed:  # a data set may give whole batches of a form of its own
         return windows, None
     return windows, _collated([_in_one_piece(window) for window in drawn], collate)
+
+
+def check_workers(training: Training, phase: PhaseReport) -> None:
+    """Raises `TrialFailure` where a data set gives other samples in a loader worker than in the training's own process.
+
+    Only where the one takes the place of the other, and where samples are the same each time that they are drawn. A data
+    set may give something else where a file that it opened, or a cache, is not there in the worker.
+    """
+    loader = training.loader.loader
+    replaced = (loader.num_workers > 0) != (training.own_num_workers > 0)
+    if not replaced or batch_fixed_reason(loader) is not None or isinstance(loader.dataset, IterableDataset):
+        return
+    phase("loader")
+    indices = list(itertools.islice(loader.sampler, SAMPLES_TO_COMPARE))
+    here, again = (_drawn_alone(loader, indices, 0, seed) for seed in (1, 2))
+    if here != again:
+        return  # they are drawn at random
+    there = _drawn_alone(loader, indices, 1, 1)
+    for index, one, other in zip(indices, here, there, strict=True):
+        if one != other:
+            raise TrialFailure(
+                "numerics",
+                f"the data set gives another sample {index} in a loader worker than without workers: it may depend on a "
+                "file, a cache or a variable that is not there in the worker",
+            )
+
+
+def _drawn_alone(loader: DataLoader[Any], indices: list[Any], workers: int, seed: int) -> list[Any]:
+    """The signatures of these samples."""
+    changes = {"sampler": indices, "batch_size": len(indices), "drop_last": False, "collate_fn": _as_drawn}
+    seed_everything(seed)
+    samples = next(iter(rebuilt(loader, {**changes, "num_workers": workers})))
+    return [signature(sample) for sample in samples]
 
 
 def _as_drawn(samples: Any) -> Any:

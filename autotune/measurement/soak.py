@@ -15,6 +15,7 @@ from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, synchronize
 from autotune.measurement.compilation import compile_counts
 from autotune.measurement.measure import PhaseReport, Running, started
+from autotune.measurement.samples import check_workers
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import Phase, SoakResult, TrialRequest
@@ -76,6 +77,7 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     an evaluation, is a finding and no failure.
     """
     running = started(functions, request, phase)
+    check_workers(running.training, phase)
     phase("soak")
     counts = compile_counts()
     course = _run_on(running, request)

@@ -81,7 +81,7 @@ class Obstacles:
         for failed, failure in self._failed.values():
             changed = failed.changes_from(baseline)
             names = [name for name in changed if not (name in LOADER_KNOBS and _is_of_the_step(failed, failure))]
-            further = failure.kind in CHANGES_FAIL_FURTHER
+            further = failure.kind in CHANGES_FAIL_FURTHER or _is_of_workers(failure)
             if names and all(_as_far(config[name], failed[name], baseline[name], further) for name in names):
                 what = "trains differently" if failure.kind == "numerics" else f"failed alike ({failure.kind})"
                 return f"{what}: {failure.message}"
@@ -108,7 +108,13 @@ class Obstacles:
 def _is_of_the_step(config: TrainingConfig, failure: Failure) -> bool:
     """Whether it comes from what the step computes, or from compiling that: how batches are loaded is not to blame."""
     hangs_in_compiler = failure.kind == "timeout" and failure.phase == "compile" and slow_to_start(config)
-    return failure.kind in ("numerics", "compile_error") or hangs_in_compiler
+    computed = failure.kind in ("numerics", "compile_error") and not _is_of_workers(failure)
+    return computed or hangs_in_compiler
+
+
+def _is_of_workers(failure: Failure) -> bool:
+    """Whether loader workers, however many, give other samples."""
+    return failure.kind == "numerics" and failure.phase == "loader"
 
 
 def _as_far(value: Value, failed: Value, base: Value, further: bool) -> bool:

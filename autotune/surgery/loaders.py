@@ -166,13 +166,14 @@ def _shards(datasets: tuple[Any, Any], worker_init_fn: Callable[[int], Any] | No
                 worker_init_fn(worker_id)
                 seed_everything(0)
             iterator = iter(dataset)
-            starts.append([_signature(sample) for sample, _ in zip(iterator, range(count), strict=False)])
+            starts.append([signature(sample) for sample, _ in zip(iterator, range(count), strict=False)])
     finally:
         _worker_module._worker_info = saved
     return starts[0] != starts[1]
 
 
-def _signature(sample: Any) -> Any:
+def signature(sample: Any) -> Any:
+    """What tells a sample from others: the first values of its tensors or, where it has none, how it is shown."""
     found = tuple(_values(tensor.detach()) for tensor in tensors(sample))
     return found or repr(sample)
 

@@ -51,6 +51,8 @@ class Training:
             knob.configure_process(value, device)
         self._uses_loss_fn = functions.loss_fn is not None
         self._clip_grad_norm = conditions.clip_grad_norm
+        self.own_num_workers = 0
+        """Of the loader that `data_fn` made."""
         self.outlives_schedule = False
         """Whether steps go on at the last learning rate where a schedule ends by raising: a trial may be longer than the
         training that was planned."""
@@ -105,6 +107,7 @@ class Training:
 
     def _made_loader(self, settings: list[tuple[Knob, Value]], functions: UserFunctions) -> WindowLoader:
         user_loader, _ = as_loader(functions.data_fn())
+        self.own_num_workers = user_loader.num_workers
         changes: dict[str, Any] = {}
         for knob, value in settings:
             changes.update(knob.loader_kwargs(value, self.parts))

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autotune.config import TrainingConfig
+from autotune.failure import TrialFailure
 from autotune.measurement.marks import MemoryMeter
 from autotune.measurement.probes import probe_loader, probe_memory
+from autotune.measurement.soak import soak
 from autotune.records import Conditions, TrialRequest
 from autotune.workload import UserFunctions
 from tests.measurement.programs import WIDTH, agrees, pause, program, request
@@ -88,7 +90,35 @@ def test_the_loader_alone_gives_what_its_workers_can(workers, seconds_per_sample
         return 4 * 30 / (time.perf_counter() - begin) / probe.samples_per_second
 
     assert agrees(against_a_stopwatch, 0.2)
-    assert phases == ["build", "loader"]
+    assert list(dict.fromkeys(phases)) == ["build", "loader"]
+
+
+class MissesInWorkers(Sleepy):
+    """What it opened is not there in a worker, and it goes on without."""
+
+    def __getitem__(self, index):
+        return torch.full((WIDTH,), float(index) if get_worker_info() is None else 0.0), torch.ones(1)
+
+
+class Drawn(Sleepy):
+    def __getitem__(self, index):
+        return torch.randn(WIDTH), torch.ones(1)
+
+
+@pytest.mark.parametrize("measure", [probe_loader, soak])
+def test_other_samples_in_workers_are_a_failure(measure):
+    functions = program(data_fn=lambda: DataLoader(MissesInWorkers(), batch_size=4))
+    phases = []
+    with pytest.raises(TrialFailure, match="another sample 1 in a loader worker than without workers") as raised:
+        measure(functions, request("loader", num_workers=1, batch_size=4), phases.append)
+    assert (raised.value.kind, phases[-1]) == ("numerics", "loader")
+
+
+@pytest.mark.parametrize(("dataset", "own_workers"), [(Drawn, 0), (MissesInWorkers, 2)])
+def test_random_samples_and_the_users_own_workers_are_none(dataset, own_workers):
+    functions = program(data_fn=lambda: DataLoader(dataset(), batch_size=4, num_workers=own_workers))
+    asked = request("loader", num_workers=1, batch_size=4, block_seconds=0.01, minimum_blocks=1, maximum_blocks=1)
+    assert probe_loader(functions, asked, lambda phase: None).num_workers == 1
 
 
 def test_the_loader_alone_trains_nothing():

@@ -74,3 +74,12 @@ def test_a_loader_that_hangs_alone_is_not_tried_with_the_step() -> None:
     reason = obstacles.reason(BASE.replace({"num_workers": 3, "batch_size": 16}), BASE)
     assert reason == "failed alike (timeout): it hung"
     assert obstacles.reason(BASE.replace({"num_workers": 0}), BASE) is None
+
+
+def test_where_workers_give_other_samples_their_number_does_not_matter() -> None:
+    obstacles = after("numerics", {"num_workers": 2}, "loader")
+    assert (
+        obstacles.reason(BASE.replace({"num_workers": 4, "precision": "bf16"}), BASE)
+        == "trains differently: as it went"
+    )
+    assert obstacles.reason(BASE.replace({"precision": "bf16"}), BASE) is None

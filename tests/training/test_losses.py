@@ -75,7 +75,7 @@ def test_the_batch_becomes_the_models_arguments() -> None:
         ),
         (lambda loss: (LOGITS, 1), r"a tuple of 2 \(a tensor of shape \[4, 3\], a int\) with no loss in it"),
         (lambda loss: {"logits": LOGITS}, r"the model returned a dict with no loss in it"),
-        (lambda loss: None, r"the model returned a NoneType with no loss in it"),
+        (lambda loss: None, r"the model returned None \(is a return missing\?\) with no loss in it"),
     ],
 )
 def test_an_output_without_a_clear_loss_is_an_error_with_the_lines_to_write(make: Any, shown: str) -> None:
