@@ -147,6 +147,12 @@ def test_reasons_prices_rejections_failures_and_warnings_are_there() -> None:
     assert "Warnings - another process used the GPU" in text
 
 
+def test_what_else_was_tried_and_what_was_not_has_a_section() -> None:
+    other = ("tried, and left out: precision=fp16 (0.99x)", "not tried, for lack of time: compile_mode")
+    assert f"Other settings - {other[0]} - {other[1]} Memory ceilings" in told(other_settings=other)
+    assert "Other settings" not in told()
+
+
 def test_empty_sections_have_no_title() -> None:
     text = told(
         best=fast_answer(reasons=(), prices=()),
