@@ -15,8 +15,9 @@ limit: forks of one that has imported torch and has not used the device. It runs
 of memory and without a retry of the allocator.
 
 Writes `DIR/NAME.json` after every finder, and prints a table last. Seconds are those of the whole process, imports
-included. A probe counts as out of memory where it did not end. It takes about half a minute for each finder and target,
-and N short trainings for each size that was found: on an H200 with 24 GiB some six minutes for GPT-2.
+included, beside whatever else runs: the load is in the file. A probe counts as out of memory where it did not end. It
+takes about half a minute for each finder and target, and N short trainings for each size that was found: on an H200
+with 24 GiB some six minutes for GPT-2.
 Lightning and accelerate are needed here alone; what is missing is left out and said.
 """
 
@@ -67,6 +68,7 @@ def main() -> int:
         "command": " ".join([*shown, "--checks", str(arguments.checks)]),
         "machine": machine.model_dump(mode="json", exclude={"identity"}),
         "versions": {package: version(package) for package in RIVALS if importlib.util.find_spec(package)},
+        "load_average": os.getloadavg(),
         "memory_limit_bytes": arguments.memory_limit,
         "checks": arguments.checks,
         "found": [],
