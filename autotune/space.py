@@ -67,6 +67,11 @@ class SearchSpace:
         """The micro-batches of the space, ascending."""
         return tuple(sorted(int(value) for value in self.choices[self.batch_name]))
 
+    def probe_sizes(self, config: TrainingConfig) -> Sequence[int]:
+        """The micro-batches, ascending, that a memory probe may run beside these values: on no grid, since the ceiling
+        lies on none."""
+        return range(1, self.facts.largest_batch_size + 1)
+
     @property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits of the knobs, their choices and the baseline."""

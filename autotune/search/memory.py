@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autotune.config import TrainingConfig
 from autotune.records import OUT_OF_MEMORY, Ceiling, FailureKind, TrialAnswer
 from autotune.search.ceiling import CeilingSearch
@@ -21,9 +23,7 @@ def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch:
     """
     space = session.space
     held = space.effective_batch(config)
-    sizes = [
-        size for size in range(1, session.facts.largest_batch_size + 1) if not keep_global_batch or held % size == 0
-    ]
+    sizes = [size for size in space.probe_sizes(config) if not keep_global_batch or held % size == 0]
     start = min(space.micro_batch(config), max(sizes))
     allowed = sizes if keep_global_batch else _allowed_sizes(session, config)
     search = CeilingSearch(
@@ -73,13 +73,11 @@ def _reason_to_stop(size: int, answer: TrialAnswer, *, any_fits: bool) -> str:
     return "" if any_fits else f"it does not run, whatever the batch: {failure.message}"
 
 
-def _allowed_sizes(session: Session, config: TrainingConfig) -> list[int] | None:
+def _allowed_sizes(session: Session, config: TrainingConfig) -> Sequence[int]:
     """Below a held global batch its divisors; above it every size, since the free batch may be any."""
     held = session.settings.conditions.global_batch_size
-    if held is None:
-        return None
-    cap = session.facts.largest_batch_size
-    return [size for size in range(1, cap + 1) if size >= held or held % size == 0]
+    sizes = session.space.probe_sizes(config)
+    return sizes if held is None else [size for size in sizes if size >= held or held % size == 0]
 
 
 def _probe(session: Session, config: TrainingConfig, size: int) -> TrialAnswer:

@@ -1,0 +1,385 @@
+"""How good searches are, by replay on recorded tables: what they recommend, held against the best of all points.
+
+    python benchmarks/search_quality.py TABLE... [--seeds N] [--final] [--strategies NAME,NAME] [--jobs N] [--out DIR]
+
+Every strategy searches every table with N seeds (20) and at most 15, 30 and 60 evaluations, from the baseline to the
+recommendation: trials outside the confirmation, memory probes and loader probes are counted; parity checks, confirmation
+and soak are not. What is recommended is worth the share that its rate, over all that was recorded of it, has of the best
+rate of a point that fits, trains the same and keeps the batch that is held. The course of the longest of the three runs,
+over evaluations and over the seconds that its trials took, is what would be recommended if it were stopped there.
+
+Half of the seeds, and tables whose name contains `resnet50`, are looked at with `--final` alone, so that nothing is fitted
+to them. Prints a table; writes `DIR/search_quality.json` (DIR defaults to `benchmarks/results`) after each table, and
+`DIR/search_quality.svg` where matplotlib is installed (`pip install torch-autotune[benchmarks]`). `gp` needs the extra gp.
+A search of the stages takes about a second, one by a Gaussian process up to a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from autotune.machine import read_machine_facts
+from autotune.processes.table import Table, TableSpace, read_table, table_space
+from autotune.processes.table_machine import TableHole, TableMachine
+from autotune.records import Settings, Strategy, Trial, TrialRequest
+from autotune.search.budget import Budget
+from autotune.search.pace import pace_for
+from autotune.search.search import Search
+from autotune.search.session import Session
+from autotune.search.study import Study, sampler_of
+from autotune.search.watcher import QuietWatcher
+
+EVALUATIONS = (15, 30, 60)
+STRATEGIES: tuple[Strategy, ...] = ("staged", "tpe", "gp", "random")
+KEPT_FOR_THE_END = "resnet50"
+BUDGET_SECONDS = 600.0
+"""What a search is told that it has: the default of `autotune search`."""
+WORKLOAD = "000000000000"
+
+
+# --- one search -------------------------------------------------------------------------------------------------------
+
+
+class CountingMachine(TableMachine):
+    """A table that counts evaluations: what a search asks before it confirms."""
+
+    def evaluations(self) -> int:
+        """So far. What confirms is measured without the resident rate."""
+        return sum(_is_evaluation(request) for request in self.requests)
+
+
+def _is_evaluation(request: TrialRequest) -> bool:
+    return request.kind in ("memory", "loader") or (request.kind == "measure" and request.measure_resident)
+
+
+class EvaluationBudget(Budget):
+    """So many evaluations, however long they take; or so many seconds, where no number is given."""
+
+    def __init__(self, machine: CountingMachine, evaluations: int | None, seconds: float) -> None:
+        super().__init__(seconds, None, clock=machine.clock if evaluations is None else lambda: 0.0)
+        self._machine = machine
+        self._evaluations = evaluations
+
+    def allows(self, seconds: float) -> bool:
+        """Whether one more is left."""
+        enough = self._evaluations is None or self._machine.evaluations() < self._evaluations
+        return enough and super().allows(seconds)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a search stands after a trial: what it would recommend, as a share of the best."""
+
+    evaluations: int
+    seconds: float
+    share: float
+
+
+class Course(QuietWatcher):
+    """Notes after each trial what the search would recommend if it were stopped there."""
+
+    def __init__(self, machine: CountingMachine, truth: Truth) -> None:
+        self.session: Session | None = None
+        self.steps: list[Step] = []
+        self._machine = machine
+        self._truth = truth
+
+    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+        """One more step of the course; there is none before the baseline ran."""
+        if self.session is not None and self.session.baseline is not None and trial.round is None:
+            share = self._truth.share(self.session.results(unconfirmed=True).best().config)
+            self.steps.append(Step(self._machine.evaluations(), self._machine.now_seconds, share))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What every point of a table is worth."""
+
+    rates: dict[Any, float]
+    best: float
+
+    def share(self, config: Any) -> float:
+        """0 for what does not run, does not fit or trains otherwise."""
+        return self.rates.get(config, 0.0) / self.best
+
+
+def truth_of(table: Table, space: TableSpace) -> Truth:
+    """The rates of the points that keep the held batch, and the best of them."""
+    held = table.head.conditions.global_batch_size
+    rates = TableMachine(table, space, seed=0).true_rates()
+    kept = {config: rate for config, rate in rates.items() if held is None or space.effective_batch(config) == held}
+    return Truth(kept, max(kept.values()))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one search came to."""
+
+    table: str
+    strategy: Strategy
+    seed: int
+    limit: int | None
+    """Evaluations that it was allowed; None where seconds were the limit."""
+    share: float
+    speedup: float
+    """Of what is recommended over the baseline, over all that was recorded of both."""
+    recommended: dict[str, Any]
+    evaluations: int
+    seconds: float
+    holes: int
+    """Points that it asked for and the table does not hold; they were refused."""
+    course: tuple[Step, ...]
+    hole: str = ""
+    """What ended the search, where it asked for what could not be refused."""
+
+
+def replay(
+    table: Table,
+    directory: Path,
+    *,
+    strategy: Strategy = "staged",
+    seed: int = 0,
+    evaluations: int | None = None,
+    seconds: float = BUDGET_SECONDS,
+) -> Run:
+    """A whole search on a table, in a directory that is empty or holds an empty study of it."""
+    space = table_space(table)
+    machine, truth = CountingMachine(table, space, seed=seed), truth_of(table, space)
+    course = Course(machine, truth)
+    hole = ""
+    with _study(table, space, directory, strategy, seed) as study:
+        session = Session(
+            backend=machine,
+            study=study,
+            space=space,
+            settings=_settings(table, strategy, seconds),
+            budget=EvaluationBudget(machine, evaluations, seconds),
+            watcher=course,
+            pace=pace_for(seconds),
+        )
+        course.session = session
+        search = Search(session)
+        try:
+            search.begin()
+            search.go_on()
+        except TableHole as error:
+            hole = str(error)
+        best = session.results(unconfirmed=bool(hole)).best().config
+    baseline = session.baseline
+    assert baseline is not None
+    return Run(
+        table=table.head.name,
+        strategy=strategy,
+        seed=seed,
+        limit=evaluations,
+        share=truth.share(best),
+        speedup=truth.rates.get(best, 0.0) / truth.rates[baseline],
+        recommended=best.changes_from(baseline),
+        evaluations=machine.evaluations(),
+        seconds=machine.now_seconds,
+        holes=len(space.holes),
+        course=tuple(course.steps),
+        hole=hole,
+    )
+
+
+def _study(table: Table, space: TableSpace, directory: Path, strategy: Strategy, seed: int) -> Study:
+    return Study.open(
+        directory,
+        workload=WORKLOAD,
+        space=space,
+        conditions=table.head.conditions,
+        objective="throughput",
+        sampler=sampler_of(strategy),
+        machine_identity=table.head.machine.identity,
+        seed=seed,
+    )
+
+
+def _settings(table: Table, strategy: Strategy, seconds: float) -> Settings:
+    return Settings(budget_seconds=seconds, strategy=strategy, space=table.head.name, conditions=table.head.conditions)
+
+
+# --- many searches ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One search to run."""
+
+    path: Path
+    strategy: Strategy
+    seed: int
+    evaluations: int
+
+
+@cache
+def _table(path: Path) -> Table:
+    return read_table(path)
+
+
+@cache
+def _empty_study(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """A directory with an empty study of the table: to make one takes Optuna longer than many a search."""
+    directory = tempfile.TemporaryDirectory()
+    table = _table(path)
+    _study(table, table_space(table), Path(directory.name), "staged", 0).close()
+    return directory
+
+
+def run(asked: Asked) -> Run:
+    """Runs it, in a directory that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copy(Path(_empty_study(asked.path).name) / "study.db", scratch)
+        return replay(
+            _table(asked.path),
+            Path(scratch),
+            strategy=asked.strategy,
+            seed=asked.seed,
+            evaluations=asked.evaluations,
+        )
+
+
+def main() -> int:
+    """Searches, and writes the result after every table. 1 where a search met a hole that it could not go round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument(
+        "--final", action="store_true", help="also the other half of the seeds, and the table kept back"
+    )
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # a search is small, and there are as many as cores
+    strategies = arguments.strategies.split(",")
+    seeds = range(arguments.seeds if arguments.final else (arguments.seeds + 1) // 2)
+    began = time.monotonic()
+    runs: list[Run] = []
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for path in arguments.tables:
+            if KEPT_FOR_THE_END in path.name and not arguments.final:
+                print(f"{path.name} is kept for --final", flush=True)
+                continue
+            asked = [
+                Asked(path, strategy, seed, limit) for strategy in strategies for seed in seeds for limit in EVALUATIONS
+            ]
+            runs += pool.map(run, asked)
+            write_result(arguments.out / "search_quality.json", arguments, runs)
+            print(f"{path.name}: {len(asked)} searches, {time.monotonic() - began:.0f} s", flush=True)
+    print("\n".join(summary(runs)))
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plot: it needs matplotlib (pip install torch-autotune[benchmarks])")
+    else:
+        draw(arguments.out / "search_quality.svg", runs)
+    holes = [one for one in runs if one.hole]
+    for one in holes:
+        print(f"{one.table}, {one.strategy}, seed {one.seed}: {one.hole}")
+    return 1 if holes else 0
+
+
+# --- what came of them ------------------------------------------------------------------------------------------------
+
+
+def summary(runs: Sequence[Run]) -> list[str]:
+    """A line for each table, strategy and number of evaluations, and one over all tables where there are several."""
+    lines = [
+        "table              strategy  evaluations   >= 95 %  >= 98 %   median    worst  evaluated  seconds  refused holes"
+    ]
+    tables = list(dict.fromkeys(one.table for one in runs))
+    for name in [*tables, *(["all"] if len(tables) > 1 else [])]:
+        of_table = [one for one in runs if name in ("all", one.table)]
+        for strategy in dict.fromkeys(one.strategy for one in of_table):
+            for limit in EVALUATIONS:
+                group = [one for one in of_table if one.strategy == strategy and one.limit == limit]
+                lines.append(f"{name:18} {strategy:9} {limit:11}   {_figures(group)}")
+    return lines
+
+
+def _figures(group: Sequence[Run]) -> str:
+    shares = [one.share for one in group]
+    reached = [sum(share >= goal for share in shares) / len(shares) for goal in (0.95, 0.98)]
+    evaluated = statistics.mean(one.evaluations for one in group)
+    seconds = statistics.mean(one.seconds for one in group)
+    holes = statistics.mean(one.holes for one in group)
+    return (
+        f"{reached[0]:7.0%} {reached[1]:8.0%} {statistics.median(shares):8.1%} {min(shares):8.1%} {evaluated:10.1f} "
+        f"{seconds:8.0f} {holes:14.1f}"
+    )
+
+
+def write_result(path: Path, arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
+    """The result file: every run, and the courses of the longest ones."""
+    content = {
+        "name": "search_quality",
+        "command": (
+            f"python benchmarks/search_quality.py {' '.join(map(str, arguments.tables))} --seeds {arguments.seeds}"
+            f"{' --final' if arguments.final else ''} --strategies {arguments.strategies}"
+        ),
+        "machine": read_machine_facts().model_dump(mode="json", exclude={"identity"}),
+        "summary": summary(runs),
+        "runs": [described(one) for one in runs],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def described(one: Run) -> dict[str, Any]:
+    """A run as JSON."""
+    content = {**vars(one), "share": round(one.share, 4), "speedup": round(one.speedup, 3)}
+    steps = one.course if one.limit == EVALUATIONS[-1] else ()
+    content["course"] = [[step.evaluations, round(step.seconds, 1), round(step.share, 4)] for step in steps]
+    return content
+
+
+# --- the plot ---------------------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, runs: Sequence[Run]) -> None:
+    """The median share over evaluations, and over seconds: one row of panels for each table."""
+    from matplotlib.figure import Figure
+
+    tables = list(dict.fromkeys(one.table for one in runs))
+    figure = Figure(figsize=(10, 3 * len(tables)), layout="constrained")
+    panels = figure.subplots(len(tables), 2, squeeze=False, sharey=True)
+    for row, name in zip(panels, tables, strict=True):
+        longest = [one for one in runs if one.table == name and one.limit == EVALUATIONS[-1]]
+        for strategy in dict.fromkeys(one.strategy for one in longest):
+            courses = [one.course for one in longest if one.strategy == strategy]
+            for panel, along in zip(row, ("evaluations", "seconds"), strict=True):
+                places = sorted({getattr(step, along) for course in courses for step in course})
+                shares = [[share_at(course, along, place) for course in courses] for place in places]
+                line = panel.step(places, [statistics.median(one) for one in shares], where="post", label=strategy)
+                low, high = [min(one) for one in shares], [max(one) for one in shares]
+                panel.fill_between(places, low, high, step="post", alpha=0.1, color=line[0].get_color(), linewidth=0)
+        for panel, along in zip(row, ("evaluations", "seconds of trials, parity checks included"), strict=True):
+            panel.axhline(0.95, color="grey", linewidth=0.5)
+            panel.set(xlabel=along, title=name)
+        row[0].set_ylabel("share of the best point")
+        row[0].legend(loc="lower right")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def share_at(course: Iterable[Step], along: str, place: float) -> float:
+    """What was recommended there; 0 before the baseline ran."""
+    reached = [step.share for step in course if getattr(step, along) <= place]
+    return reached[-1] if reached else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
