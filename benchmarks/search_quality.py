@@ -99,10 +99,12 @@ class Course(QuietWatcher):
         self._truth = truth
 
     def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
-        """One more step of the course; there is none before the baseline ran."""
-        if self.session is not None and self.session.baseline is not None and trial.round is None:
-            share = self._truth.share(self.session.results(unconfirmed=True).best().config)
-            self.steps.append(Step(self._machine.evaluations(), self._machine.now_seconds, share))
+        """One more step of the course. Until it is known which program all others are held against, that is it."""
+        session = self.session
+        if session is None or trial.round is not None:
+            return
+        config = trial.config if session.baseline is None else session.results(unconfirmed=True).best().config
+        self.steps.append(Step(self._machine.evaluations(), self._machine.now_seconds, self._truth.share(config)))
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def replay(
     machine, truth = CountingMachine(table, space, seed=seed), truth_of(table, space)
     course = Course(machine, truth)
     hole = ""
-    with _study(table, space, directory, strategy, seed) as study:
+    with open_study(table, space, directory, strategy, seed) as study:
         session = Session(
             backend=machine,
             study=study,
@@ -197,7 +199,8 @@ def replay(
     )
 
 
-def _study(table: Table, space: TableSpace, directory: Path, strategy: Strategy, seed: int) -> Study:
+def open_study(table: Table, space: TableSpace, directory: Path, strategy: Strategy, seed: int) -> Study:
+    """The study of a search on a table; an empty one is the same for every strategy."""
     return Study.open(
         directory,
         workload=WORKLOAD,
@@ -237,8 +240,20 @@ def _empty_study(path: Path) -> tempfile.TemporaryDirectory[str]:
     """A directory with an empty study of the table: to make one takes Optuna longer than many a search."""
     directory = tempfile.TemporaryDirectory()
     table = _table(path)
-    _study(table, table_space(table), Path(directory.name), "staged", 0).close()
+    open_study(table, table_space(table), Path(directory.name), "staged", 0).close()
     return directory
+
+
+def searches(path: Path, strategies: Sequence[Strategy], seeds: int, *, final: bool) -> list[Asked]:
+    """All that are run on a table; before the end half of the seeds, and none on the table that is kept back."""
+    if KEPT_FOR_THE_END in path.name and not final:
+        return []
+    return [
+        Asked(path, strategy, seed, limit)
+        for strategy in strategies
+        for seed in range(seeds if final else (seeds + 1) // 2)
+        for limit in EVALUATIONS
+    ]
 
 
 def run(asked: Asked) -> Run:
@@ -267,18 +282,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # a search is small, and there are as many as cores
-    strategies = arguments.strategies.split(",")
-    seeds = range(arguments.seeds if arguments.final else (arguments.seeds + 1) // 2)
     began = time.monotonic()
     runs: list[Run] = []
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for path in arguments.tables:
-            if KEPT_FOR_THE_END in path.name and not arguments.final:
+            asked = searches(path, arguments.strategies.split(","), arguments.seeds, final=arguments.final)
+            if not asked:
                 print(f"{path.name} is kept for --final", flush=True)
                 continue
-            asked = [
-                Asked(path, strategy, seed, limit) for strategy in strategies for seed in seeds for limit in EVALUATIONS
-            ]
             runs += pool.map(run, asked)
             write_result(arguments.out / "search_quality.json", arguments, runs)
             print(f"{path.name}: {len(asked)} searches, {time.monotonic() - began:.0f} s", flush=True)
@@ -305,8 +316,9 @@ def summary(runs: Sequence[Run]) -> list[str]:
     for name in [*tables, *(["all"] if len(tables) > 1 else [])]:
         of_table = [one for one in runs if name in ("all", one.table)]
         for strategy in dict.fromkeys(one.strategy for one in of_table):
-            for limit in EVALUATIONS:
-                group = [one for one in of_table if one.strategy == strategy and one.limit == limit]
+            of_strategy = [one for one in of_table if one.strategy == strategy]
+            for limit in sorted({one.limit for one in of_strategy if one.limit is not None}):
+                group = [one for one in of_strategy if one.limit == limit]
                 lines.append(f"{name:18} {strategy:9} {limit:11}   {_figures(group)}")
     return lines
 

@@ -1,5 +1,39 @@
-"""Fixtures for replayed searches."""
+"""Directories for replayed searches, made from a template and never waiting for the disk, as for simulated ones."""
 
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autotune.processes.table import Table, table_space
+from benchmarks.search_quality import open_study
 from tests.search.conftest import empty_simulated_study, new_directory
 
-__all__ = ["empty_simulated_study", "new_directory"]
+__all__ = ["EmptyStudy", "empty_simulated_study", "empty_study", "new_directory"]
+
+EmptyStudy = Callable[[Table], Path]
+"""Makes a directory in which no search of the table ran yet."""
+TEMPLATES: dict[str, Path] = {}
+"""By the table's space: Optuna takes half a second for a new file."""
+
+
+@pytest.fixture
+def empty_study(
+    new_directory: Callable[[], Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> EmptyStudy:
+    """`new_directory` is asked for what it does to SQLite."""
+
+    def make(table: Table) -> Path:
+        space = table_space(table)
+        if space.fingerprint not in TEMPLATES:
+            TEMPLATES[space.fingerprint] = tmp_path_factory.mktemp("empty")
+            open_study(table, space, TEMPLATES[space.fingerprint], "staged", 0).close()
+        directory = tmp_path / f"search-{len(list(tmp_path.iterdir()))}"
+        directory.mkdir()
+        shutil.copy(TEMPLATES[space.fingerprint] / "study.db", directory)
+        return directory
+
+    return make

@@ -245,7 +245,7 @@ class SimulatedMachine:
             interval=interval,
             blocks=blocks,
             resident_samples_per_second=resident_rate if resident else None,
-            resident_blocks=blocks if resident else None,
+            resident_blocks=_at_pace(blocks, resident_rate) if resident else None,
             memory=self._marks(config),
             micro_batch_size=_size(config),
             micro_batches_per_step=micro_batches,
@@ -321,6 +321,16 @@ class SimulatedMachine:
         cold = key not in self._compiled
         self._compiled.add(key)
         return step + self.program.compile_seconds * (1.0 if cold else self.program.cached_share)
+
+
+def _at_pace(blocks: Blocks, samples_per_second: float) -> Blocks:
+    """Blocks that take as long, with as much in them as that pace gives."""
+    pace = samples_per_second * sum(blocks.seconds) / sum(blocks.samples)
+    return Blocks(
+        seconds=blocks.seconds,
+        samples=tuple(max(1, round(pace * samples)) for samples in blocks.samples),
+        steps=tuple(max(1, round(pace * steps)) for steps in blocks.steps),
+    )
 
 
 def true_optimum(
