@@ -35,7 +35,7 @@ from typing import Any
 from autotune.machine import read_machine_facts
 from autotune.processes.table import Table, TableSpace, read_table, table_space
 from autotune.processes.table_machine import TableHole, TableMachine
-from autotune.records import Settings, Strategy, Trial, TrialRequest
+from autotune.records import Settings, Standing, Strategy, Trial, TrialRequest
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
 from autotune.search.search import Search
@@ -98,7 +98,7 @@ class Course(QuietWatcher):
         self._machine = machine
         self._truth = truth
 
-    def trial_finished(self, trial: Trial, best_samples_per_second: float | None, speedup: float | None) -> None:
+    def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
         """One more step of the course. Until it is known which program all others are held against, that is it."""
         session = self.session
         if session is None or trial.round is not None:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from autotune.config import TrainingConfig
-from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.memory_margin import misfit
 from autotune.processes.table import Table, TableSpace
@@ -27,8 +26,6 @@ from autotune.stats import out_of_the_race, rate
 
 PROBE_STEPS = 4
 """Of a memory probe, its first step among them."""
-IN_THE_GRAPH = ("configure_process", "transform_model", "wrap_model", "transform_batch", "step_context", "backward")
-"""The hooks that act on forward, loss and backward, which are what a compiler sees."""
 
 
 class TableHole(LookupError):  # noqa: N818  # a hole is what it is
@@ -181,6 +178,7 @@ class TableMachine:
                 "device_lag_share": recorded.device_lag_share if still_rival else None,
                 "update_share": recorded.update_share if still_rival else None,
                 "stopped_early": beaten and not still_rival,
+                "spent": None,
             }
         )
         timed = sum(blocks.seconds) + (sum(resident.seconds) if resident else 0.0)
@@ -272,7 +270,7 @@ class TableMachine:
         return max(first, rest - measured.first_step_seconds + first), first
 
     def _first_step_seconds(self, config: TrainingConfig, recorded: float) -> float:
-        if not any(knob.slow_first_step(config[knob.name]) for knob in KNOBS):
+        if all(knob.first_step_limit_seconds(config[knob.name]) is None for knob in KNOBS):
             return recorded
         graph = _graph(config)
         known = graph in self._compiled
@@ -303,13 +301,8 @@ def _joined(parts: Iterable[Blocks]) -> Blocks:
 
 
 def _graph(config: TrainingConfig) -> tuple[object, ...]:
-    """Equal for configurations whose forward, loss and backward are the same to a compiler."""
-    return tuple(config[knob.name] for knob in KNOBS if _is_in_the_graph(knob))
-
-
-def _is_in_the_graph(knob: Knob) -> bool:
-    hooks = any(getattr(type(knob), hook) is not getattr(Knob, hook) for hook in IN_THE_GRAPH)
-    return knob.stage != "loader" and hooks
+    """Equal for configurations whose forward, loss and backward are the same, which is what a compiler sees."""
+    return tuple(config[knob.name] for knob in KNOBS if knob.stage != "loader" and not knob.in_update_only)
 
 
 def _loader(config: TrainingConfig) -> tuple[object, ...]:

@@ -44,12 +44,11 @@ def every_point(space: SearchSpace) -> Iterator[TrainingConfig]:
 def dear_first(names: Iterable[str]) -> list[str]:
     """The knobs in the order in which points go through them, the one that moves last first.
 
-    How batches are loaded moves most often, then what touches the step but leaves what a compiler made of it alone.
+    How batches are loaded moves most often, then the optimizer's update: neither is compiled.
     """
-
     wanted = set(names)
 
     def dearness(knob: Knob) -> tuple[bool, bool]:
-        return knob.stage == "loader", knob.memory == "constant"
+        return knob.stage == "loader", knob.in_update_only
 
     return [knob.name for knob in sorted(KNOBS, key=dearness) if knob.name in wanted]
