@@ -141,10 +141,10 @@ class Results:
         return ratio_from_intervals(more.value, more.interval, less.value, less.interval)[1][0] <= 1
 
     def is_part_of(self, config: TrainingConfig, other: TrainingConfig) -> bool:
-        """Whether a configuration is another one without some of its changes, at the same batch."""
+        """Whether a configuration has some of the changes of another one and no more, at the same batch."""
         own, others = config.changes_from(self.baseline), other.changes_from(self.baseline)
         same_batch = config[self.space.batch_name] == other[self.space.batch_name]
-        return same_batch and own.items() < others.items()
+        return same_batch and bool(own) and own.items() < others.items()
 
     def _certainly_better(self, answer: Answer) -> bool:
         """Worthwhile, and no accident of noise: several are compared, so that 95 % would be too little."""

@@ -22,6 +22,8 @@ ALIKE = 1.01
 """First measurements this close to the best are no better and no worse than it."""
 LARGEST_HALF_WIDTH = 0.03
 """A measurement that spreads by more says too little to be preferred to a better one for being simpler."""
+LARGEST_HALF_WIDTH_OF_A_PART = 0.1
+"""Where the simpler one is a part of the better one, the rest of that has to show itself above more noise."""
 LARGEST_RESERVE = 0.45
 """Share of the budget that the confirmation may keep for itself."""
 FEWEST_SOAK_SECONDS = 5.0
@@ -213,15 +215,16 @@ def _is_alike(session: Session, trial: Trial, best: Trial) -> bool:
     has_less = session.results().is_part_of(trial.config, best.config)
     if not (saves_a_compilation or has_less) or session.settings.objective == "memory":
         return False
-    own = [_half_width(one) for one in (trial, best)]
+    most = LARGEST_HALF_WIDTH_OF_A_PART if has_less else LARGEST_HALF_WIDTH
+    own = [min(most, _half_width(one)) for one in (trial, best)]
     return session.score(trial) * (1 + math.hypot(*own, PROCESS_SPREAD, PROCESS_SPREAD)) >= session.score(best)
 
 
 def _half_width(trial: Trial) -> float:
-    """Of the trial's 95 % interval, as a share of its rate; no more than what tells nothing."""
+    """Of the trial's 95 % interval, as a share of its rate."""
     measurement = trial.measurement
     assert measurement is not None
-    return min(LARGEST_HALF_WIDTH, measurement.interval[1] / measurement.samples_per_second - 1)
+    return measurement.interval[1] / measurement.samples_per_second - 1
 
 
 def _has_time_to_check(session: Session, found: list[TrainingConfig], config: TrainingConfig) -> bool:

@@ -121,7 +121,10 @@ def scalar() -> torch.Tensor:
         (1.5, "loss_fn returned a float; it must return the tensor itself, so leave out .item()"),
         (2, "loss_fn returned a int; it must return the tensor itself, so leave out .item()"),
         (torch.ones(()), "loss_fn returned a scalar without a gradient; compute it from the model's output without"),
-        (None, "loss_fn returned None (is a return missing?); it must return a scalar tensor (the mean loss), or the pair"),
+        (
+            None,
+            "loss_fn returned None (is a return missing?); it must return a scalar tensor (the mean loss), or the pair",
+        ),
         ((scalar(), {"accuracy": 1.0}), "loss_fn returned a tuple of 2 (a scalar tensor, a dict); it must return"),
         ((scalar(), scalar()), "loss_fn returned a tuple of 2 (a scalar tensor, a scalar tensor); it must return"),
         ((scalar(), True), "loss_fn returned a tuple of 2 (a scalar tensor, a bool); it must return"),
