@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,31 +26,80 @@ _FUNCTIONAL_DROPOUTS = (
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+@dataclass
+class DropoutSeen:
+    """What dropout a model has, as it shows while that is off and the model runs eagerly."""
+
+    ran: bool = False
+    """Some would have drawn."""
+    held: bool = False
+    """Modules hold a share to drop, which others may read."""
+
+
 @contextmanager
-def dropout_off(model: nn.Module) -> Iterator[None]:
+def dropout_off(model: nn.Module, seen: DropoutSeen | None = None) -> Iterator[None]:
     """Dropout with p = 0, in modules and in the functional forms; training mode stays.
 
     Compilation and micro-batches redraw the masks, which alone changes a gradient by more than any rounding does.
     """
-    saved: list[tuple[nn.Module, str, float]] = []
-    for module in model.modules():
-        for attribute in _dropout_attributes(module):
-            saved.append((module, attribute, getattr(module, attribute)))
-            setattr(module, attribute, 0.0)
     functional = nn.functional
-    originals: dict[str, Any] = {name: getattr(functional, name) for name in _FUNCTIONAL_DROPOUTS}
-    attention = functional.scaled_dot_product_attention
-    for name, original in originals.items():
-        setattr(functional, name, _without_dropout(original))
-    functional.scaled_dot_product_attention = _attention_without_dropout(attention)
+    with ExitStack() as stack:
+        for module in model.modules():
+            for attribute in _dropout_attributes(module):
+                if seen is not None and getattr(module, attribute):
+                    seen.held = True
+                    stack.callback(module.register_forward_pre_hook(_noting_module(seen)).remove)
+                stack.enter_context(_replaced(module, attribute, 0.0))
+        for name in _FUNCTIONAL_DROPOUTS:
+            replacement = _without_dropout(getattr(functional, name))
+            stack.enter_context(
+                _replaced(functional, name, replacement if seen is None else _noting(replacement, seen))
+            )
+        attention = _attention_without_dropout(functional.scaled_dot_product_attention)
+        if seen is not None:
+            attention = _noting_attention(attention, seen)
+        stack.enter_context(_replaced(functional, "scaled_dot_product_attention", attention))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = attention
-        for name, original in originals.items():
-            setattr(functional, name, original)
-        for module, attribute, value in saved:
-            setattr(module, attribute, value)
+        setattr(owner, name, original)
+
+
+def _noting_module(seen: DropoutSeen) -> Callable[[nn.Module, Any], None]:
+    def note(module: nn.Module, args: Any) -> None:
+        seen.ran = seen.ran or module.training
+
+    return note
+
+
+def _noting(function: Callable[..., torch.Tensor], seen: DropoutSeen) -> Callable[..., torch.Tensor]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        seen.ran = seen.ran or bool(given.arguments["p"] and given.arguments["training"])
+        return function(*args, **kwargs)
+
+    return noting
+
+
+def _noting_attention(function: Callable[..., torch.Tensor], seen: DropoutSeen) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        position = _ATTENTION_DROPOUT_POSITION
+        seen.ran = seen.ran or bool(args[position] if len(args) > position else kwargs.get("dropout_p"))
+        return function(*args, **kwargs)
+
+    return noting
 
 
 def _dropout_attributes(module: nn.Module) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autotune.measurement.sums import Products, in_real_numbers, plain, products, read, read_products
+
 Gradients = dict[str, torch.Tensor | None]
-"""Parameter name to its gradient on the CPU in fp32, complex ones as pairs of numbers; None where it has none."""
+"""Parameter name to its gradient, on any device and of any type and layout; None where it has none."""
 
 SMALL_SHARE = 1e-4
 """Tensors whose gradient is below this share of the largest are left out of the per-tensor gate: a bias before BatchNorm
 has a true gradient of zero, and its rounding errors are all there is to see."""
-PIECE = 2**16
 VANISHED_SHARE = 0.1
 """A tensor shorter than this share of the reference's has lost its gradient; noise makes one longer, not shorter."""
 
@@ -34,45 +35,31 @@ class Comparison:
     """Parameters that count, whose gradient is there and next to nothing."""
 
 
-def in_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as a view of its real and imaginary parts; any other as it is."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def compare(reference: Gradients, candidate: Gradients, scale: float = 1.0) -> Comparison:
+    """`candidate`, whose gradients are multiplied by `scale`, against `reference`; both with the same parameter names.
 
-
-def compare(reference: Gradients, candidate: Gradients) -> Comparison:
-    """`candidate` against `reference`; both with the same parameter names. A value that is not finite gives infinity."""
-    norms = {name: math.sqrt(product_of(grad, grad)) for name, grad in reference.items() if grad is not None}
-    largest = max(norms.values(), default=0.0)
-    missing = tuple(name for name, norm in norms.items() if norm > 0 and candidate.get(name) is None)
-    squared_error = squared_reference = squared_candidate = product = 0.0
+    A value that is not finite gives infinity.
+    """
+    values = _products(reference, candidate, scale)
+    largest = max((math.sqrt(value.expected) for value in values.values()), default=0.0)
+    missing = tuple(name for name, value in values.items() if value.expected > 0 and candidate.get(name) is None)
     errors: dict[str, float] = {}
     vanished: list[str] = []
-    for name in dict.fromkeys((*reference, *candidate)):
-        expected, got = reference.get(name), candidate.get(name)
-        if expected is None and got is None:
-            continue
-        template = expected if expected is not None else got
-        assert template is not None
-        expected = expected if expected is not None else torch.zeros_like(template)
-        got = got if got is not None else torch.zeros_like(template)
-        apart = got - expected
-        squares = product_of(apart, apart), product_of(expected, expected), product_of(got, got)
-        difference, norm, own = (math.sqrt(square) for square in squares)
-        squared_error += squares[0]
-        squared_reference += squares[1]
-        squared_candidate += squares[2]
-        product += product_of(expected, got)
+    for name, value in values.items():
+        norm = math.sqrt(value.expected)
         if norm > SMALL_SHARE * largest and norm > 0:
-            errors[name] = difference / norm
-            if own < VANISHED_SHARE * norm:
+            errors[name] = math.sqrt(value.apart) / norm
+            if math.sqrt(value.got) < VANISHED_SHARE * norm:
                 vanished.append(name)
-    if not math.isfinite(squared_error + squared_candidate):
-        return Comparison(math.inf, 0.0, first_not_finite(candidate), math.inf, errors, missing)
+    total = Products(*map(sum, zip(*values.values(), strict=True))) if values else Products(0.0, 0.0, 0.0, 0.0)
+    if not math.isfinite(total.apart + total.got):
+        where = next((name for name, value in values.items() if not math.isfinite(value.got)), None)
+        return Comparison(math.inf, 0.0, where, math.inf, errors, missing)
     worst = max(errors, key=lambda name: errors[name], default=None)
-    scale = math.sqrt(squared_reference * squared_candidate)
+    scales = math.sqrt(total.expected * total.got)
     return Comparison(
-        relative_error=math.sqrt(squared_error / squared_reference) if squared_reference else math.sqrt(squared_error),
-        cosine=product / scale if scale else float(squared_reference == squared_candidate),
+        relative_error=math.sqrt(total.apart / total.expected) if total.expected else math.sqrt(total.apart),
+        cosine=total.both / scales if scales else float(total.expected == total.got),
         worst_parameter=worst,
         worst_error=errors[worst] if worst is not None else 0.0,
         errors=errors,
@@ -81,33 +68,47 @@ def compare(reference: Gradients, candidate: Gradients) -> Comparison:
     )
 
 
-def product_of(tensor: torch.Tensor, other: torch.Tensor) -> float:
-    """The scalar product. Summed in pieces: in fp32 the norm of an embedding of 39 million was off by 0.13 % (CPU)."""
-    pairs = zip(tensor.flatten().split(PIECE), other.flatten().split(PIECE), strict=True)
-    products = [float(torch.dot(piece, other_piece)) for piece, other_piece in pairs]
-    return math.fsum(products) if all(map(math.isfinite, products)) else math.nan
+def _products(reference: Gradients, candidate: Gradients, scale: float) -> dict[str, Products]:
+    """Of every parameter that has a gradient in one of the two; where the other has none, with zeros."""
+    sums: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys((*reference, *candidate)):
+        expected, got = reference.get(name), candidate.get(name)
+        if expected is not None:
+            sums[name] = products(expected, torch.zeros_like(plain(expected)) if got is None else got, scale)
+        elif got is not None:
+            sums[name] = products(torch.zeros_like(plain(got)), got, scale)
+    return read_products(sums)
 
 
 def first_not_finite(gradients: Gradients) -> str | None:
     """The first parameter whose gradient holds an infinity or no number; None where all are finite."""
-    for name, gradient in gradients.items():
-        if gradient is not None and not bool(torch.isfinite(gradient).all()):
-            return name
-    return None
+    # What is not a number counts as the smallest and as the largest.
+    extremes = {
+        name: torch.stack(torch.aminmax(plain(gradient)))
+        for name, gradient in gradients.items()
+        if gradient is not None and gradient.numel()
+    }
+    return next((name for name, values in read(extremes).items() if not all(map(math.isfinite, values))), None)
 
 
 def compare_buffers(reference: dict[str, torch.Tensor], candidate: dict[str, torch.Tensor]) -> dict[str, float]:
     """The relative error of each buffer; of counters and other whole numbers 1 where they differ at all."""
-    errors: dict[str, float] = {}
-    for name, buffer in reference.items():
-        expected, got = in_real_numbers(buffer), in_real_numbers(candidate[name])
-        if not expected.dtype.is_floating_point:
-            errors[name] = float(not torch.equal(got, expected))
-            continue
-        # Equal infinities are no difference: a mask of an attention is full of them.
-        same = (got == expected) | (got.isnan() & expected.isnan())
-        difference = torch.linalg.vector_norm((got.float() - expected.float()).masked_fill(same, 0.0))
-        size = torch.linalg.vector_norm(expected.float().masked_fill(~expected.isfinite(), 0.0))
-        error = float(difference / size.clamp_min(1e-6))
-        errors[name] = error if math.isfinite(error) else math.inf
-    return errors
+    errors = {name: _buffer_error(buffer, candidate[name]) for name, buffer in reference.items()}
+    return {name: error if math.isfinite(error) else math.inf for name, (error,) in read(errors).items()}
+
+
+def _buffer_error(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """One number, on the candidate's device and not yet computed there."""
+    expected, got = in_real_numbers(reference).to(candidate.device), in_real_numbers(candidate)
+    if not expected.dtype.is_floating_point:
+        return (
+            got.new_ones(1, dtype=torch.float64)
+            if got.shape != expected.shape
+            else (got != expected).any().view(1).double()
+        )
+    # Equal infinities are no difference: a mask of an attention is full of them.
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    difference = torch.linalg.vector_norm((got.float() - expected.float()).masked_fill(same, 0.0))
+    size = torch.linalg.vector_norm(expected.float().masked_fill(~expected.isfinite(), 0.0))
+    error: torch.Tensor = difference / size.clamp_min(1e-6)
+    return error.view(1).double()

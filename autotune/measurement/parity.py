@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
-from autotune.measurement.determinism import HIGHEST, Precision, is_batch_norm
+from autotune.measurement.determinism import HIGHEST, Precision, dropout_off, is_batch_norm
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
 from autotune.measurement.reference import SAME_AGAIN, Reference
 from autotune.measurement.runs import (
     Difference,
     ParameterChange,
+    Place,
     Run,
     Step,
     advance,
@@ -45,6 +47,8 @@ from autotune.workload import UserFunctions
 
 STEPS = 3
 """Windows that are compared. CUDA graphs run the first as it is, record the second and replay the third."""
+LARGEST_KEPT_SHARE = 1 / 8
+"""Of the device's memory, for what the reference leaves behind."""
 SEEDS = 8
 """Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
 LARGEST_REPEAT = 0.1
@@ -68,17 +72,21 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     """
     config, conditions = request.config, request.conditions
     notes: list[str] = []
+    thrifty = False
     while True:
         try:
-            return _Check(functions, request, config, conditions, phase, tuple(notes)).result()
+            return _Check(functions, request, config, conditions, phase, tuple(notes), thrifty).result()
         except torch.OutOfMemoryError:
-            smaller = _smaller(config, conditions)
-            if smaller is None:
-                raise
-            config, conditions = smaller
-            notes = [
-                f"compared at micro-batch {config[batch_knob().name]}: the fp32 reference does not fit at the full size"
-            ]
+            # The first way is quick and holds more on the device; what fits there is not to depend on it.
+            if thrifty:
+                smaller = _smaller(config, conditions)
+                if smaller is None:
+                    raise
+                config, conditions = smaller
+                notes = [
+                    f"compared at micro-batch {config[batch_knob().name]}: the fp32 reference does not fit at the full size"
+                ]
+            thrifty = True
         _release(conditions)
 
 
@@ -118,49 +126,61 @@ class _Check:
         conditions: Conditions,
         phase: PhaseReport,
         notes: tuple[str, ...],
+        thrifty: bool,
     ) -> None:
         self.functions, self.request, self.config, self.conditions = functions, request, config, conditions
-        self.phase, self.notes = phase, list(notes)
+        self.phase, self.notes, self.thrifty = phase, list(notes), thrifty
 
     def result(self) -> ParityResult:
         self.phase("build")
         seed_everything(0)
         self.users_precision = Precision.now()
-        training = Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
-        loader = training.loader.loader
+        self.training = Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
+        self.place = self._place()
+        loader = self.training.loader.loader
         # It is given its windows, and needs no data of its own: a data_fn may read for minutes.
-        self.reference = Reference(replace(self.functions, data_fn=lambda: loader), self.conditions)
-        windows, whole = windows_for_both(training, STEPS)
+        self.reference = Reference(replace(self.functions, data_fn=lambda: loader), self.conditions, self.place)
+        windows, whole = windows_for_both(self.training, STEPS)
         self.phase("parity")
-        has_batch_norm = any(is_batch_norm(module) for module in training.model.modules())
+        has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
         taken = windows if whole is None or has_batch_norm else whole
         expected = self.reference.run(taken)
-        draws = False
-        if expected.drew:
-            # Only here is dropout turned off, for that changes what is traced: where nothing random is drawn, the
-            # compiler finds the graphs that were measured in its cache.
-            self.reference.has_dropout = True
+        draws = bool(expected.drew)
+        if draws and taken is not windows:
+            taken = windows
             expected = self.reference.run(taken)
-            draws = bool(expected.drew)
-            if draws and taken is not windows:
-                taken = windows
-                expected = self.reference.run(taken)
         if reason := _own_fault(expected.steps):
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
-        if whole is not None and (draws or has_batch_norm):
+        splits_apart = whole is not None and (draws or has_batch_norm)
+        if splits_apart or self._roundings():
+            self.reference.reuse_if_stateless(expected, taken)
+        if whole is not None and splits_apart:
             if has_batch_norm:
                 self.notes.append("BatchNorm sees the micro-batch: both sides were compared at the same one")
             reason, found, allowed = self._accumulation_fault(whole, windows, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
-        return self._compared(training, expected, taken, windows)
+        return self._compared(expected, taken, windows)
+
+    def _place(self) -> Place:
+        """Where the reference's steps are kept: on the device, where they take up little of it."""
+        if self.thrifty:
+            return torch.device("cpu")
+        if self.conditions.device != "cuda":
+            return None
+        # Of each window the gradients; the weights, the parameters before the updates and after them.
+        kept_bytes = (STEPS + 3) * sum(p.numel() * p.element_size() for p in self.training.model.parameters())
+        limit_bytes = self.conditions.memory_limit_bytes or torch.cuda.mem_get_info()[1]
+        return None if kept_bytes <= limit_bytes * LARGEST_KEPT_SHARE else torch.device("cpu")
 
     # --- what may differ ---
 
-    def _allowance(self, expected: Run, windows: list[Window]) -> Allowance:
-        """From runs whose error is no fault: weights and inputs rounded, outputs too, the user's own TF32."""
+    def _allowance(self, expected: Run, windows: list[Window], *, further: bool) -> Allowance:
+        """From runs whose error is no fault: weights and inputs rounded, and `further` outputs too, the user's own TF32."""
         roundings = sorted(self._roundings())
         runs = [self.reference.inexact(windows, expected, rounding=kind) for kind in roundings]
+        if not further:
+            return allowance(runs, [], roundings)
         if self.conditions.device == "cuda" and self.users_precision.matters_to(expected.steps[0].gradients):
             runs.append(self.reference.inexact(windows, expected, precision=self.users_precision))
         # Twice, for how far a small tensor is off is chance, and one throw of the dice says little.
@@ -190,7 +210,7 @@ class _Check:
         """Runs the reference once more: a program may keep state outside its model, or add in no fixed order."""
         try:
             again = self.reference.inexact(windows, expected)
-        except torch.OutOfMemoryError:  # beside the candidate there is no room for it
+        except torch.OutOfMemoryError:  # what is left of the candidate leaves no room for it
             return allowed
         error = max(step.gradients.relative_error for step in again)
         if not error > SAME_AGAIN:
@@ -221,58 +241,81 @@ class _Check:
         advice = accumulation_advice(found.gradients, len(windows[0]))
         return f"gradients differ by {error:.2g}, of {allowed.tolerance:.2g} allowed{advice}", found, allowed
 
-    def _compared(self, training: Training, expected: Run, taken: list[Window], windows: list[Window]) -> ParityResult:
+    def _compared(self, expected: Run, taken: list[Window], windows: list[Window]) -> ParityResult:
         """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one."""
-        if self._roundings():
-            self.reference.reuse_if_stateless(expected, taken)
-        allowed = self._allowance(expected, taken[:1])
-        self.reference.let_go()  # the candidate gets its memory
-        if self.conditions.device == "cuda":
-            _release(self.conditions)
+        draws_others = self._draws_others(expected)
+        # Further floors allow more and never less: they are measured where a candidate is in doubt without them. Where
+        # memory is short, or the candidate is run again, that is before the candidate takes up its memory.
+        further = self.thrifty or draws_others
+        allowed = self._allowance(expected, taken[:1], further=further)
+        self._let_reference_go()
         self.phase("compile")
-        training.model.load_state_dict(self.reference.weights)
-        with self.reference.without_dropout(training.model):
-            steps = differences(expected.steps, run_steps(training, windows, 1, expected.steps))
-            advance(training, expected.steps[-1], 1, len(windows))
-        changes = parameter_changes(expected, training)
-        exact = Precision.now().matmul == HIGHEST.matmul
-        settings = optimizer_settings(training)
+        steps, updates_fault, changes = self._candidate(expected, windows)
         pieces = len(windows[0])
-        if self._draws_others(training, expected) and fault(steps, allowed, pieces):
-            steps, allowed = self._by_means(training, steps, allowed, windows[0])
+        if draws_others and fault(steps, allowed, pieces):
+            steps, allowed = self._by_means(steps, allowed, windows[0])
+        del self.training
+        if not further and _is_in_doubt(steps, allowed, pieces):
+            _release(self.conditions)
+            allowed = self._allowance(expected, taken[:1], further=True)
         if fault(steps, allowed, pieces):
             allowed = self._see_whether_it_repeats(expected, taken, allowed)
         reason = fault(steps, allowed, pieces)
         if reason and not fault(steps[:1], allowed, pieces):
             # An update that is off shows in the gradients that follow it, so it is told before these.
-            reason = update_fault(changes, expected.settings, settings, len(windows), exact)
+            reason = updates_fault
             if not reason:
                 # The later windows were held to a floor from the first: where that is too strict, to their own.
-                allowed = self._allowance(expected, taken)
+                _release(self.conditions)
+                allowed = self._allowance(expected, taken, further=True)
                 reason = fault(steps, allowed, pieces)
-        reason = reason or update_fault(changes, expected.settings, settings, len(windows), exact)
-        return self._record(reason, steps, changes, allowed, windows)
+        return self._record(reason or updates_fault, steps, changes, allowed, windows)
+
+    def _let_reference_go(self) -> None:
+        """The candidate gets its memory."""
+        self.reference.let_go()
+        if self.conditions.device == "cuda":
+            _release(self.conditions)
+
+    def _candidate(
+        self, expected: Run, windows: list[Window]
+    ) -> tuple[list[Difference], str, dict[str, ParameterChange]]:
+        """How far each of the candidate's steps is off, what is wrong with its updates, and what these did."""
+        training = self.training
+        training.model.load_state_dict(self.reference.weights)
+        with self._without_dropout():
+            steps = differences(expected.steps, run_steps(training, windows, 1, expected.steps))
+            advance(training, expected.steps[-1], 1, len(windows))
+        changes = parameter_changes(expected, training)
+        exact = Precision.now().matmul == HIGHEST.matmul
+        settings = optimizer_settings(training)
+        return steps, update_fault(changes, expected.settings, settings, len(windows), exact), changes
+
+    def _without_dropout(self) -> AbstractContextManager[None]:
+        # Only where there is dropout, for turning it off changes what is traced: elsewhere the compiler finds the graphs
+        # that were measured in its cache.
+        return dropout_off(self.training.model) if self.reference.has_dropout else nullcontext()
 
     def _by_means(
-        self, training: Training, steps: list[Difference], allowed: Allowance, window: Window
+        self, steps: list[Difference], allowed: Allowance, window: Window
     ) -> tuple[list[Difference], Allowance]:
         """The first step by its means over several seeds; of the others, whether their losses are finite."""
         self.notes.append(f"it draws random numbers of its own: means over {SEEDS} seeds were compared")
         expected = self.reference.means(window, SEEDS)
-        with self.reference.without_dropout(training.model):
-            means = run_seeds(training, self.reference.weights, window, SEEDS)
+        with self._without_dropout():
+            means = run_seeds(self.training, self.reference.weights, window, SEEDS, self.place)
         first = difference(expected.step(), means.step())
         finite = all(math.isfinite(step.loss) for step in steps)
         return [first] if finite else [first, *steps[1:]], widened(allowed, expected)
 
-    def _draws_others(self, training: Training, expected: Run) -> bool:
+    def _draws_others(self, expected: Run) -> bool:
         """Whether the candidate could not but draw other random numbers from the same seed."""
         if not expected.drew:
             return False
         # A compiler has a generator of its own; a CPU's generator gives other numbers in another type. Recomputation is
         # no excuse: it must draw what the forward drew.
         other_type = self.conditions.device == "cpu" and bool(self._own_roundings()) and "torch" in expected.drew
-        return training.parts.expects_compiled_graphs or other_type
+        return self.training.parts.expects_compiled_graphs or other_type
 
     def _record(
         self,
@@ -319,6 +362,12 @@ class _Check:
             micro_batches_per_step=len(windows[0]),
             notes=tuple(self.notes),
         )
+
+
+def _is_in_doubt(steps: list[Difference], allowed: Allowance, pieces: int) -> bool:
+    """Whether more to be allowed would change anything that is told of the steps."""
+    over = any(step.gradients.relative_error > allowed.tolerance for step in steps)
+    return over or bool(fault(steps, allowed, pieces))
 
 
 def _own_fault(steps: list[Step]) -> str:

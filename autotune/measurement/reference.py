@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from autotune.config import TrainingConfig
 from autotune.measurement.determinism import (
     HIGHEST,
+    DropoutSeen,
     Precision,
     batch_norms_evaluated,
     dropout_off,
@@ -21,7 +21,17 @@ from autotune.measurement.determinism import (
     shaken,
     types_watched,
 )
-from autotune.measurement.runs import Difference, Run, Step, copied, difference, differences, run_steps, run_windows
+from autotune.measurement.runs import (
+    Difference,
+    Place,
+    Run,
+    Step,
+    copied,
+    differences,
+    kept,
+    run_steps,
+    run_windows,
+)
 from autotune.measurement.seeds import Means, run_seeds
 from autotune.records import Conditions
 from autotune.surgery.batches import map_tensors
@@ -37,17 +47,23 @@ T = TypeVar("T")
 
 
 class Reference:
-    """Runs the user's program, at its own batch, as often as is asked; every run starts from the weights of the first."""
+    """Runs the user's program, at its own batch, as often as is asked; every run starts from the weights of the first.
 
-    def __init__(self, functions: UserFunctions, conditions: Conditions) -> None:
+    Dropout is always off. What runs leave behind is kept in `place`.
+    """
+
+    def __init__(self, functions: UserFunctions, conditions: Conditions, place: Place) -> None:
         self._functions = functions
         self._conditions = conditions.model_copy(update={"global_batch_size": None})
+        self._place = place
         self._latest: Training | None = None
+        self._is_stateless = False
         self._reusable: Training | None = None
+        self._dropout = DropoutSeen()
         self.weights: dict[str, torch.Tensor] = {}
-        """What every run starts from, on the CPU; empty before the first."""
+        """What every run starts from; empty before the first."""
         self.has_dropout = False
-        """Set where dropout is to be turned off."""
+        """Whether the program drops anything, as its latest `run` showed."""
         self.own_types: frozenset[str] = frozenset()
         """Types below fp32 that the program computes in by itself: it has an autocast of its own, or such parameters."""
 
@@ -58,22 +74,23 @@ class Reference:
 
         def run(training: Training) -> Run:
             with types_watched(training.model) as seen:
-                found = run_windows(training, windows, 1)
+                found = run_windows(training, windows, 1, self._place)
             self.own_types = frozenset(seen)
             return found
 
-        return self._with_training(run)
+        found = self._with_training(run, updates=True)
+        self.has_dropout = self._dropout.ran or (self._dropout.held and (bool(found.drew) or self._draws(windows[0])))
+        return found
 
     def step(self, window: Window, *, seed: int = 1, evaluated_norms: bool = False) -> Step:
         """One window and no update; on demand with BatchNorm in evaluation."""
-        (step,) = self._with_training(
-            lambda training: list(run_steps(training, [window], seed)), evaluated_norms=evaluated_norms
+        return self._with_training(
+            lambda training: _one_step(training, window, seed, self._place), evaluated_norms=evaluated_norms
         )
-        return step
 
     def means(self, window: Window, seeds: int) -> Means:
         """One window, by its means over several seeds."""
-        return self._with_training(lambda training: run_seeds(training, self.weights, window, seeds))
+        return self._with_training(lambda training: run_seeds(training, self.weights, window, seeds, self._place))
 
     def inexact(
         self,
@@ -104,12 +121,12 @@ class Reference:
             with outputs_rounded(training.model, outputs) if outputs else nullcontext():
                 return differences(teacher.steps, run_steps(training, given, 1, teacher.steps))
 
-        return self._with_training(run, precision=precision)
+        return self._with_training(run, precision=precision, updates=len(windows) > 1)
 
     # --- the training that runs ---
 
     def reuse_if_stateless(self, run: Run, windows: list[Window]) -> None:
-        """Keeps the training for further runs where it gives the gradients of the last `run` again.
+        """Runs of one window share a training from now on, where one gives the gradients of the last `run` again.
 
         A model may count its calls and behave by the count; most do not, and building one takes seconds. One whose
         buffers come or grow while it runs takes the first weights no more.
@@ -118,40 +135,62 @@ class Reference:
         if _shapes(self._latest.model.state_dict()) != _shapes(self.weights):
             return
         self._reusable = self._latest
-        again = self.step(windows[0])
-        if difference(run.steps[0], again).gradients.relative_error > SAME_AGAIN:
+
+        def error(training: Training) -> float:
+            (again,) = differences(run.steps, run_steps(training, windows[:1], 1))
+            return again.gradients.relative_error
+
+        self._is_stateless = self._with_training(error) <= SAME_AGAIN
+        if not self._is_stateless:
             self._reusable = None
 
     def let_go(self) -> None:
         """Keeps no training any more: somebody else needs the memory."""
         self._latest = self._reusable = None
 
-    def without_dropout(self, model: nn.Module) -> AbstractContextManager[None]:
-        """For the reference's model and for the candidate's: no dropout, where it is to be turned off."""
-        return dropout_off(model) if self.has_dropout else nullcontext()
+    def _draws(self, window: Window) -> bool:
+        """Whether the latest training draws random numbers where its dropout is left as it is."""
+        assert self._latest is not None
+        with HIGHEST.applied(), eager():
+            return any(step.drew for step in run_steps(self._latest, [window], 1))
 
     def _with_training(
-        self, run: Callable[[Training], T], *, precision: Precision = HIGHEST, evaluated_norms: bool = False
+        self,
+        run: Callable[[Training], T],
+        *,
+        precision: Precision = HIGHEST,
+        evaluated_norms: bool = False,
+        updates: bool = False,
     ) -> T:
-        with self._training(precision, evaluated_norms) as training:
+        with self._training(precision, evaluated_norms, updates) as training:
             self._latest = training
             return run(training)
 
     @contextmanager
-    def _training(self, precision: Precision, evaluated_norms: bool) -> Iterator[Training]:
-        """At the first run's weights; built anew unless it was seen to keep nothing but weights."""
-        training = self._reusable or self._built()
+    def _training(self, precision: Precision, evaluated_norms: bool, updates: bool) -> Iterator[Training]:
+        """At the first run's weights; built anew for updates, and where it may keep more than weights."""
+        training = self._reusable
+        if training is None or updates:
+            self.let_go()
+            training = self._built()
+            if self._is_stateless and not updates:
+                self._reusable = training
         if self.weights:
             training.model.load_state_dict(self.weights)
         else:
-            self.weights = copied(training.model.state_dict())
+            self.weights = copied(training.model.state_dict(), self._place)
         norms = batch_norms_evaluated(training.model) if evaluated_norms else nullcontext()
-        with precision.applied(), eager(), norms, self.without_dropout(training.model):
+        with precision.applied(), eager(), norms, dropout_off(training.model, self._dropout):
             yield training
 
     def _built(self) -> Training:
         seed_everything(0)
         return Training(self._functions, TrainingConfig({}), self._conditions)
+
+
+def _one_step(training: Training, window: Window, seed: int, place: Place) -> Step:
+    (step,) = (kept(step, place) for step in run_steps(training, [window], seed))
+    return step
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

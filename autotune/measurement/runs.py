@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers, in_real_numbers
+from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers, first_not_finite
+from autotune.measurement.sums import in_real_numbers, plain, products, read_products
 from autotune.surgery.generators import random_state, seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window, fresh
@@ -19,6 +21,8 @@ SCALER_TRIES = 25
 SEEDS_A_STEP = 100
 """Each window and each update draws from a seed of its own, so that what one draws does not move the next."""
 
+Place = torch.device | None
+"""Where copies are kept; None: each tensor's on the tensor's own device."""
 Buffers = dict[str, torch.Tensor]
 Settings = tuple[Mapping[str, float], ...]
 """Learning rate, weight decay and the like of each parameter group."""
@@ -26,16 +30,17 @@ Settings = tuple[Mapping[str, float], ...]
 
 @dataclass(frozen=True)
 class Step:
-    """What one window left behind, before the optimizer steps; on the CPU."""
+    """What one window left behind, before the optimizer steps: the training's own tensors, unless it is `kept`."""
 
     gradients: Gradients
-    """Unscaled."""
     buffers: Buffers
     loss: float
     skipped: int
     """Loss scales that overflowed before one did not; `SCALER_TRIES` where all did."""
     drew: frozenset[str]
     """The generators that it drew from, such as `torch`."""
+    scale: float = 1.0
+    """What the gradients are multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Run:
 
     steps: list[Step]
     parameters: dict[str, torch.Tensor]
-    """After the last update, on the CPU."""
+    """After the last update."""
     moved: dict[str, float]
     """Norm of the change of each parameter over all updates."""
     settings: Settings
@@ -56,18 +61,22 @@ class Run:
         return frozenset().union(*(step.drew for step in self.steps))
 
 
-def run_windows(training: Training, windows: list[Window], seed: int) -> Run:
-    """Trains on the windows in turn, all random numbers drawn from `seed`."""
-    before = copied(dict(training.model.named_parameters()))
-    steps = list(run_steps(training, windows, seed))
+def run_windows(training: Training, windows: list[Window], seed: int, place: Place = None) -> Run:
+    """Trains on the windows in turn, all random numbers drawn from `seed`. What is kept of it is kept in `place`."""
+    before = copied(dict(training.model.named_parameters()), place)
+    # Not in a loop, whose variable would hold a window's gradients while the next one runs.
+    steps = list(map(partial(kept, place=place), run_steps(training, windows, seed)))
     advance(training, None, seed, len(windows))
-    after = copied(dict(training.model.named_parameters()))
-    moved = {name: _distance(after[name], before[name]) for name in after}
-    return Run(steps, after, moved, optimizer_settings(training))
+    after = dict(training.model.named_parameters())
+    changes = read_products({name: products(before[name], after[name]) for name in after})
+    moved = {name: math.sqrt(change.apart) for name, change in changes.items()}
+    return Run(steps, copied(after, place), moved, optimizer_settings(training))
 
 
 def run_steps(training: Training, windows: list[Window], seed: int, teacher: Sequence[Step] = ()) -> Iterator[Step]:
     """Each window's step in turn; the last one's update is left to the caller (`advance`).
+
+    A step lies in the training's own memory and is gone when the next one is asked for, unless it is `kept`.
 
     With the steps of a teacher, the training goes on from the teacher's gradients and buffers instead of its own. So
     every window is compared at the same weights, where nothing but its own rounding tells them apart, and what the
@@ -95,12 +104,23 @@ def _step(training: Training, window: Window) -> Step:
     loss, skipped = _finite_gradients(training, window)
     drawn = random_state()
     return Step(
-        gradients=_gradients(training),
-        buffers=copied(dict(training.model.named_buffers())),
+        gradients={name: parameter.grad for name, parameter in training.model.named_parameters()},
+        buffers=dict(training.model.named_buffers()),
         loss=float(loss),
         skipped=skipped,
         drew=frozenset(name for name in drawn if drawn[name] != seeded.get(name)),
+        scale=_scale(training),
     )
+
+
+def kept(step: Step, place: Place) -> Step:
+    """A copy that lasts, unscaled."""
+    gradients = {
+        name: None if gradient is None else _copy(plain(gradient), place) for name, gradient in step.gradients.items()
+    }
+    if step.scale != 1.0:
+        gradients = {name: None if gradient is None else gradient / step.scale for name, gradient in gradients.items()}
+    return replace(step, gradients=gradients, buffers=copied(step.buffers, place), scale=1.0)
 
 
 def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor, int]:
@@ -110,10 +130,10 @@ def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor,
     """
     if training.scaler is None:
         return training.accumulate(fresh(window)), 0
-    buffers = copied(dict(training.model.named_buffers()))
+    buffers = copied(dict(training.model.named_buffers()), None)
     for skipped in range(SCALER_TRIES):
         loss = training.accumulate(fresh(window))
-        if all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in training.model.parameters()):
+        if first_not_finite({name: parameter.grad for name, parameter in training.model.named_parameters()}) is None:
             return loss, skipped
         if not math.isfinite(float(loss)):
             return loss, skipped  # the loss comes before the scale: no scale mends it
@@ -143,18 +163,9 @@ def _take_up(training: Training, teacher: Step) -> None:
         if scale != 1.0:
             parameter.grad.mul_(scale)
     for name, buffer in training.model.named_buffers():
-        if not torch.equal(buffer.cpu(), teacher.buffers[name]):
-            buffer.copy_(teacher.buffers[name])
-
-
-def _gradients(training: Training) -> Gradients:
-    scale = _scale(training)
-    return {
-        name: None
-        if parameter.grad is None
-        else in_real_numbers(parameter.grad.detach().to_dense()).float().cpu() / scale
-        for name, parameter in training.model.named_parameters()
-    }
+        wanted = teacher.buffers[name].to(buffer.device)
+        if not torch.equal(buffer, wanted):
+            buffer.copy_(wanted)
 
 
 def _scale(training: Training) -> float:
@@ -182,12 +193,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a state, copied to the CPU; what else lies in it as it is."""
-    return {
-        name: tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
-        for name, tensor in state.items()
-    }
+def copied(state: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The tensors of a state, copied; what else lies in it as it is."""
+    return {name: _copy(value, place) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _copy(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    return tensor.detach().to(place or tensor.device, copy=True)
 
 
 # --- held against each other ---
@@ -206,14 +218,14 @@ class Difference:
 
 
 def differences(reference: Sequence[Step], steps: Iterable[Step]) -> list[Difference]:
-    """Of each step in turn; no more than one is held in memory."""
-    return [difference(expected, step) for step, expected in zip(steps, reference, strict=False)]
+    """Of each step in turn, which is let go before the next is asked for: its gradients would take up memory."""
+    return list(map(difference, reference, steps))
 
 
 def difference(expected: Step, step: Step) -> Difference:
     """Of one step."""
     return Difference(
-        compare(expected.gradients, step.gradients),
+        compare(expected.gradients, step.gradients, step.scale),
         compare_buffers(expected.buffers, step.buffers),
         expected.loss,
         step.loss,
@@ -237,17 +249,17 @@ class ParameterChange:
 
 def parameter_changes(reference: Run, training: Training) -> dict[str, ParameterChange]:
     """How far the training's trained parameters are from where the reference's updates led."""
-    return {
-        name: ParameterChange(
-            off=_distance(parameter.detach().cpu(), expected),
-            moved=reference.moved[name],
-            size=float(torch.linalg.vector_norm(in_real_numbers(expected).float())),
-            resolution=torch.finfo(expected.dtype).eps,
-        )
+    sums = {
+        name: products(expected, parameter)
         for name, parameter in training.model.named_parameters()
         if parameter.requires_grad and in_real_numbers(expected := reference.parameters[name]).dtype.is_floating_point
     }
-
-
-def _distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(in_real_numbers(tensor).float() - in_real_numbers(other).float()))
+    return {
+        name: ParameterChange(
+            off=math.sqrt(change.apart),
+            moved=reference.moved[name],
+            size=math.sqrt(change.expected),
+            resolution=torch.finfo(reference.parameters[name].dtype).eps,
+        )
+        for name, change in read_products(sums).items()
+    }

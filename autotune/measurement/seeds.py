@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autotune.measurement.runs import Step, run_steps
+from autotune.measurement.runs import Place, Step, kept, run_steps
 from autotune.training.training import Training
 from autotune.training.windows import Window
 
@@ -68,12 +68,15 @@ class Means:
         )
 
 
-def run_seeds(training: Training, weights: Mapping[str, Any], window: Window, seeds: int) -> Means:
-    """The window's gradients from `weights` with seeds 1, 2, ...; the scaler, if there is one, has found its scale."""
+def run_seeds(training: Training, weights: Mapping[str, Any], window: Window, seeds: int, place: Place) -> Means:
+    """The window's gradients from `weights` with seeds 1, 2, ...; the scaler, if there is one, has found its scale.
+
+    The means are kept in `place`.
+    """
     means = Means()
     for seed in range(1, seeds + 1):
         training.model.load_state_dict(weights)
-        (step,) = run_steps(training, [window], seed)
+        (step,) = (kept(step, place) for step in run_steps(training, [window], seed))
         for name, gradient in step.gradients.items():
             means.gradients.setdefault(name, Mean()).add(gradient)
         for name, buffer in step.buffers.items():

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from autotune.measurement.determinism import (
     HIGHEST,
+    DropoutSeen,
     Precision,
     dropout_off,
     eager,
@@ -81,6 +82,24 @@ def test_dropout_off_draws_nothing_and_is_undone(name: str) -> None:
     assert torch.equal(first, second)
     assert {attribute: getattr(F, attribute) for attribute in dir(F)} == before
     assert not torch.equal(model(X.clone()), model(X.clone()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dropout_shows_while_it_is_off(name: str) -> None:
+    seen = DropoutSeen()
+    model = MODELS[name]()
+    with dropout_off(model, seen):
+        model(X.clone())
+    assert seen.ran
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_dropout_that_does_not_run_does_not_show() -> None:
+    seen = DropoutSeen()
+    model = nn.Sequential(nn.Dropout(0.5).eval(), nn.Dropout(0.0), Functional(lambda x: F.dropout(x, 0.5, False)))
+    with dropout_off(model, seen):
+        model(X.clone())
+    assert (seen.ran, seen.held) == (False, True)
 
 
 def test_dropout_off_is_undone_when_the_step_fails() -> None:

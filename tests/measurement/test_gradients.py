@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from autotune.measurement.gradients import compare, compare_buffers
+from autotune.measurement.gradients import compare, compare_buffers, first_not_finite
 
 
 def gradients(**values: list[float] | None) -> dict[str, torch.Tensor | None]:
@@ -82,3 +82,31 @@ def test_a_tensor_of_millions_is_summed_without_loss() -> None:
     found = compare({"a": values}, {"a": values * 1.01})
     assert found.cosine == pytest.approx(1.0, abs=1e-6)
     assert found.relative_error == pytest.approx(0.01, rel=1e-4)
+
+
+def test_gradients_are_told_apart_from_the_scale_that_they_are_multiplied_by() -> None:
+    found = compare(gradients(a=[1.0, 2.0]), gradients(a=[1024.0, 3072.0]), 1024.0)
+    assert found.relative_error == pytest.approx(1 / math.sqrt(5))
+
+
+def test_sparse_complex_and_double_gradients_are_compared_as_what_they_stand_for() -> None:
+    reference = {"a": torch.tensor([0.0, 2.0]), "b": torch.tensor([[3.0, 4.0]]), "c": torch.tensor([1.0])}
+    candidate = {
+        "a": torch.tensor([0.0, 2.0]).to_sparse(),
+        "b": torch.tensor([3.0 + 5.0j]),
+        "c": torch.tensor([1.0 + 1e-12], dtype=torch.float64),
+    }
+    found = compare({**reference}, {**candidate})
+    assert found.errors == {"a": 0.0, "b": pytest.approx(0.2), "c": pytest.approx(1e-12, rel=0.01)}
+
+
+def test_squares_beyond_what_fp32_holds_are_numbers_still() -> None:
+    found = compare(gradients(a=[1e25], b=[1e-30]), gradients(a=[1e25], b=None))
+    assert (found.relative_error, found.missing) == (pytest.approx(1e-55), ("b",))
+
+
+def test_the_first_that_is_not_finite_is_named() -> None:
+    empty = torch.zeros(0)
+    for value in (math.nan, math.inf, -math.inf):
+        assert first_not_finite({"e": empty, **gradients(a=[1.0], b=None, c=[1.0, value], d=[value])}) == "c"
+    assert first_not_finite({"e": empty, **gradients(a=[1.0], b=None)}) is None

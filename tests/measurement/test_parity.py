@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from tests.measurement.parity_programs import (
     Net,
+    Residual,
     assert_passed,
     parity,
 )
@@ -43,3 +45,40 @@ def test_a_reference_that_does_not_fit_is_compared_at_a_smaller_micro_batch() ->
     assert_passed(result)
     assert result.micro_batch_size == 4
     assert result.notes == ("compared at micro-batch 4: the fp32 reference does not fit at the full size",)
+
+
+def test_what_does_not_fit_the_quick_way_is_compared_at_the_full_size() -> None:
+    made: list[nn.Module] = []
+
+    class HungryAtFirst(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(made) < 3:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(x)
+
+    def model_fn() -> nn.Module:
+        made.append(HungryAtFirst())
+        return made[-1]
+
+    result = parity(program(model_fn), precision="bf16", batch_size=8)
+    assert_passed(result)
+    assert (result.micro_batch_size, result.notes) == (8, ())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_candidate_that_is_not_in_doubt_costs_two_models_and_five_windows_of_the_reference(dropout: float) -> None:
+    made: list[Counted] = []
+
+    class Counted(Net):
+        windows = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.windows += 1
+            return super().forward(x)
+
+    def model_fn() -> nn.Module:
+        made.append(Counted(lambda: Residual(dropout)))
+        return made[-1]
+
+    assert_passed(parity(program(model_fn), precision="bf16"))
+    assert [model.windows for model in made] == [3, 5]

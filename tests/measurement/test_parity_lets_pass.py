@@ -73,6 +73,22 @@ def test_functional_dropout_is_no_reason_to_reject(variant: str) -> None:
     assert result.tolerance < 0.1
 
 
+class ReadsDropout(nn.Module):
+    """Its module for dropout never runs; what it holds is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.6), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).unsqueeze(0)
+        return self.last(F.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout.p)[0])
+
+
+def test_dropout_that_is_read_from_a_module_is_no_reason_to_reject() -> None:
+    assert_passed(parity(program(ReadsDropout), precision="bf16"))
+
+
 def images(samples: int = 32) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 3, 8, 8, generator=generator)
