@@ -17,10 +17,11 @@ import time
 from dataclasses import dataclass, field
 from types import FrameType
 
+from autotune.knobs.registry import knob
 from autotune.processes import child
 from autotune.processes.failures import import_failure
 from autotune.processes.output import shorten
-from autotune.processes.preparation import fork, fork_problem, import_user_module
+from autotune.processes.preparation import fork, fork_problem, import_user_module, prepare_for_compiling
 from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit, is_resource_tracker
 from autotune.processes.shared_memory import remove_left_by
 from autotune.processes.wire import (
@@ -37,6 +38,7 @@ from autotune.processes.wire import (
     TrialExited,
     TrialOrder,
 )
+from autotune.records import TrialRequest
 from autotune.workload import UserFunctions
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -73,6 +75,8 @@ class Server:
         self._thread_count = 1
         self._kept: frozenset[ProcessId] = frozenset()
         self._trial: _RunningTrial | None = None
+        self._can_compile = False
+        """Its forks find what the compiler has to find out once."""
 
     def run(self) -> None:
         """Prepares what the orchestrator asks for, then serves trials. Returns when the orchestrator hangs up."""
@@ -168,6 +172,7 @@ class Server:
 
     def _start(self, message: StartTrial, hello: Hello) -> None:
         assert self._trial is None, "one trial at a time"
+        self._get_ready(message.request, hello)
         order = TrialOrder(
             message.request,
             hello.workload,
@@ -185,6 +190,14 @@ class Server:
             self._become_trial(order, report_write, server)
         os.close(report_write)
         self._trial = _RunningTrial(pid, report_read, order.output_path)
+
+    def _get_ready(self, request: TrialRequest, hello: Hello) -> None:
+        """Before the first trial that compiles, where it is forked."""
+        if self._can_compile or hello.start_method == "fresh" or not hello.warm_compiler:
+            return
+        if any(knob(name).first_step_limit_seconds(value) is not None for name, value in request.config.items()):
+            prepare_for_compiling(request.conditions.device)
+            self._can_compile = True
 
     def _become_trial(self, order: TrialOrder, report_descriptor: int, server: int) -> None:
         try:

@@ -63,13 +63,16 @@ def test_first_trial_silent(file_workload, request_for, tmp_path):
 
 
 def test_one_server_for_each_environment(behaving_workload, request_for, tmp_path, monkeypatch):
-    environments = iter([{"LD_BIND_NOW": "1"}, {}])
+    environments = iter([{"LD_BIND_NOW": "1"}, {}, {}])
     monkeypatch.setattr("autotune.processes.pool.environment_of", lambda config: next(environments))
     with TrialPool(behaving_workload, tmp_path, entry=ENTRY, warm_compiler=True) as pool:
         for _ in range(2):
             answer = pool.run(request_for("look_around"))
             assert start_method_of(answer) == "fork"
             assert answer.soak.findings[7] == "True"  # the compiler was imported before the fork
+            assert answer.soak.findings[9] == "False"
+        answer = pool.run(request_for("look_around", config={"compile_mode": "default"}))
+        assert answer.soak.findings[9] == "True"  # and has found out once what it would find out in each
         assert len(pool._servers) == 2
         (other,) = (server for key, server in pool._servers.items() if key)
         assert psutil.Process(other.pid).environ()["LD_BIND_NOW"] == "1"

@@ -65,7 +65,13 @@ def look_around(request):
         signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "torch._inductor.compile_fx" in sys.modules,
         large,
+        knows_the_vectors(),
     )
+
+
+def knows_the_vectors():
+    module = sys.modules.get("torch._inductor.cpu_vec_isa")
+    return module is not None and module.valid_vec_isa_list.cache_info().currsize > 0
 
 
 def die_of_segfault(request):
