@@ -115,8 +115,9 @@ def _compiled_text(trial: Trial) -> str | None:
     if measured is None or measured.compiled_graphs == 0:
         return None
     return (
-        f"trial {trial.number}: {measured.compiled_graphs:,} graphs, {measured.graph_breaks:,} graph breaks, "
-        f"{measured.recompiles:,} graphs made after the first step; the first step took "
+        f"trial {trial.number}: {counted(measured.compiled_graphs, 'graph')}, "
+        f"{counted(measured.graph_breaks, 'graph break')}, "
+        f"{counted(measured.recompiles, 'graph')} made after the first step; the first step took "
         f"{format_duration(measured.first_step_seconds)}"
     )
 
