@@ -279,7 +279,13 @@ def _found_blocks(training: Training, batch: Any) -> Blocks:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    return any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+    """By `torch.compile(module)`, by `module.compile()`, or where its class compiles its forward."""
+    return any(
+        type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def process_settings() -> dict[str, Any]:

@@ -29,18 +29,18 @@ def windows_for_both(training: Training, count: int) -> tuple[list[Window], list
     """
     loader, pieces = training.loader.loader, training.parts.micro_batches_per_step
     splits = pieces > 1 and batch_fixed_reason(loader) is None
-    plain = rebuilt(loader, {"num_workers": 0, **({"collate_fn": _as_drawn} if splits else {})})
-    seed_everything(1)
-    source = endless(WindowLoader(counted(plain), pieces))
-    drawn = [next(source) for _ in range(count)]
+    drawn = _drawn(rebuilt(loader, {"num_workers": 0, **({"collate_fn": _as_drawn} if splits else {})}), pieces, count)
     if not splits:
         return drawn, None
     collate = loader.collate_fn.collate if isinstance(loader.collate_fn, CountingCollate) else loader.collate_fn
     windows = _collated(drawn, collate)
-    listed = all(isinstance(item.data, list) for window in drawn for item in window)
-    if len(drawn[0]) == 1 or not listed:  # a data set may give whole batches of a form of its own
+    if len(drawn[0]) == 1:
         return windows, None
-    return windows, _collated([_in_one_piece(window) for window in drawn], collate)
+    if all(isinstance(item.data, list) for window in drawn for item in window):
+        return windows, _collated([_in_one_piece(window) for window in drawn], collate)
+    # A data set that takes many indices at once gives whole batches of a form of its own.
+    whole = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(drawn[0])})
+    return windows, _drawn(whole, 1, count)
 
 
 def check_workers(training: Training, phase: PhaseReport) -> None:
@@ -74,6 +74,12 @@ def _drawn_alone(loader: DataLoader[Any], indices: list[Any], workers: int, seed
     seed_everything(seed)
     samples = next(iter(rebuilt(loader, {**changes, "num_workers": workers})))
     return [signature(sample) for sample in samples]
+
+
+def _drawn(loader: DataLoader[Any], pieces: int, count: int) -> list[Window]:
+    seed_everything(1)
+    source = endless(WindowLoader(counted(loader), pieces))
+    return [next(source) for _ in range(count)]
 
 
 def _as_drawn(samples: Any) -> Any:

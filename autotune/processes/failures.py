@@ -15,7 +15,7 @@ from pathlib import Path
 
 from autotune.errors import UserError, WorkloadError
 from autotune.failure import TrialFailure
-from autotune.processes.frames import Origin, origin_of
+from autotune.processes.frames import Origin, origin_of, text_of
 from autotune.records import Failure, FailureKind, Phase
 
 
@@ -305,7 +305,7 @@ def _user_message(error: BaseException, origin: Origin) -> str:
 def _is_of_collate(error: BaseException) -> bool:
     """Whether torch's own collate function raised it, here or in a loader worker: no line of the user's shows then."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files += re.findall(r'^  File "(.*)", line', str(error), re.MULTILINE)
+    files += re.findall(r'^  File "(.*)", line', text_of(error), re.MULTILINE)
     return bool(files) and files[-1].endswith("torch/utils/data/_utils/collate.py")
 
 

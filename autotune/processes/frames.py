@@ -37,7 +37,7 @@ class Origin:
 
 def origin_of(error: BaseException) -> Origin:
     """Reads the exception and its traceback; an exception from a loader worker is unwrapped."""
-    text = _text_of(error)
+    text = text_of(error)
     if _WORKER_TRACEBACK in text:
         return _origin_in_worker(text)
     if isinstance(error, SyntaxError):
@@ -58,7 +58,15 @@ def is_own(filename: str) -> bool:
     return not any(filename.startswith(f"{directory}/") for directory in (_PACKAGE, _STANDARD_LIBRARY))
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """What the exception says, whatever its class makes of that."""
+    try:
+        return _said_by(error)
+    except Exception as failed:  # a __str__ of the user's that does not work
+        return f"(its text cannot be shown: str() raises {type(failed).__name__})"
+
+
+def _said_by(error: BaseException) -> str:
     if isinstance(error, KeyError) and error.args:
         # KeyError shows the repr of its argument; torch wraps a worker's text in a class whose repr is the text
         return str(error.args[0]) if _WORKER_TRACEBACK in str(error.args[0]) else repr(error.args[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ def _checked(result: Any) -> Loss:
 def _is_weight(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.requires_grad
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)  # NumPy's are such numbers too
 
 
 def _check_scalar(loss: torch.Tensor) -> None:

@@ -107,6 +107,28 @@ def test_a_model_that_the_user_compiles_is_told_and_has_no_blocks() -> None:
     assert facts.blocks == ()
 
 
+class CompilesItsForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+
+    @torch.compile
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def compiled_in_place() -> nn.Module:
+    model = perceptron()
+    model.compile()
+    return model
+
+
+@pytest.mark.parametrize("model_fn", [CompilesItsForward, compiled_in_place])
+def test_other_ways_to_compile_a_model_are_seen(model_fn: Any) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        assert facts_of(program(model_fn)).model_is_compiled
+
+
 def test_a_bare_data_set_is_not_held() -> None:
     facts = facts_of(program(data_fn=lambda: regression_data().dataset))
     assert (facts.batch_size, facts.batch_held) == (32, False)

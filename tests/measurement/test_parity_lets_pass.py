@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autotune.measurement.facts import read_facts
 from autotune.workload import UserFunctions
@@ -486,6 +486,25 @@ def test_no_rounding_excuses_a_step_that_is_split_wrong(model_fn: Any, precision
     result = parity(program(model_fn, loss_fn=loss_fn), precision=precision, **SPLIT)
     assert_rejected(result, text)
     assert result.tolerance < 0.3
+
+
+class Table(Dataset[Any]):
+    """Gives many rows at once, as one tensor."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))[indices]
+
+
+def table() -> DataLoader[Any]:
+    return DataLoader(Table(), batch_size=8, shuffle=True, collate_fn=lambda rows: (rows, rows[:, :1]))
+
+
+def test_whole_batches_of_a_data_set_are_compared_with_their_parts() -> None:
+    assert_passed(parity(program(data_fn=table), **SPLIT))
+    assert_rejected(parity(program(data_fn=table, loss_fn=summed), **SPLIT), "the loss is a sum")
 
 
 # --- programs that cannot be watched ---

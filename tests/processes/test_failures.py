@@ -241,6 +241,19 @@ def test_import_failures_keep_what_is_told_already():
     assert (str(told), told.detail) == ("train.py does not define data_fn", "their frames")
 
 
+class UntellableError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
+    failure = classify(UntellableError(), "measure")
+    assert (failure.kind, failure.message) == (
+        "user_error",
+        "UntellableError: (its text cannot be shown: str() raises KeyError)",
+    )
+
+
 def test_messages_are_short():
     assert len(classify(RuntimeError("x" * 5000), "build").message) < 500
 

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,3 +163,8 @@ def test_the_convention_in_words() -> None:
     assert describe_convention(None, None, {"x": 1}).startswith("model(**batch) gives the loss")
     assert describe_convention(None, None, (1, 2)).startswith("model(*batch) gives the loss")
     assert describe_convention(None, None, LOGITS).startswith("model(batch) gives the loss")
+
+
+def test_a_weight_may_be_a_number_of_numpys() -> None:
+    loss = torch.ones(1, requires_grad=True).sum()
+    assert loss_function(lambda model, batch: (loss, np.int64(3)))(torch.nn.Identity(), None) == (loss, 3)
