@@ -8,9 +8,14 @@ with TF32, pytorch-autotune 2.0.0, loadtune 0.3.0, Lightning's BatchSizeFinder, 
 and autotune with the batch held and free. `benchmarks/rival_tools.py` has how each is used and what its user guesses.
 
 A search runs in a process of its own, with a compiler's cache of its own, and is ended after `--limit` seconds. What it
-found is kept in `DIR/rivals/`, and not searched again: so the benchmark runs in pieces, `--rounds 0` searching only. Then
-every tool's setup is built anew in a fresh process for each round, all in turn, and timed: end to end with the tool's own
-loader, and on batches that lie on the device. In its first round its gradients are held against those of the same batch
+found is kept in `DIR/rivals/`, and not searched again: so the benchmark runs in pieces, such as
+
+    python benchmarks/rivals.py --workload resnet18 --only pytorch-autotune,loadtune --rounds 0    searches only
+    python benchmarks/rivals.py --workload resnet18 --only autotune,autotune-free --rounds 0
+    python benchmarks/rivals.py --workload resnet18                                                the rest, then rounds
+
+Then every tool's setup is built anew in a fresh process for each round, all in turn, and timed: end to end with the tool's
+own loader, and on batches that lie on the device. In its first round its gradients are held against those of the same batch
 in fp32, eager, without TF32, and stand beside how far plain bf16 autocast is from them. A tool that fails is a line that
 says so; what it printed is in `DIR/rivals/WORKLOAD-TOOL.txt`. Everything is written after each process.
 
@@ -70,7 +75,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for a search of autotune")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a search is ended")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which a search is ended")
     parser.add_argument("--tiny", action="store_true", help="sizes for trying the benchmark out without a GPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
@@ -191,6 +196,7 @@ class Comparison:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
+            "PYTHONUNBUFFERED": "1",  # what a process printed before it was ended is worth reading
             "RIVALS_TINY": "1" if self.arguments.tiny else "0",
         }
         if self.arguments.tiny:
@@ -213,6 +219,7 @@ class Comparison:
                 printed, _ = process.communicate(timeout=self.arguments.limit)
             except subprocess.TimeoutExpired:
                 end_group(process)
+                stream.write(process.communicate()[0])
                 return f"did not end within {self.arguments.limit:.0f} s"
             except BaseException:
                 end_group(process)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,13 +14,26 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.rival_workloads.parts import TINY, Tokens, default_loader
-from examples.gpt2 import GPT, GPTConfig
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2.py"
+
+
+def loaded(name: str, path: Path) -> ModuleType:
+    """The module of a file, by a name that no installed package has."""
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+example = loaded("autotune_example_gpt2", EXAMPLE)
 BATCH_SIZE = 4 if TINY else 32
 LARGEST_GUESS = 4 * BATCH_SIZE if TINY else 128
 """The batch from which accelerate's search comes down."""
 LEARNING_RATE = 3e-4
-CONFIG = GPTConfig(layers=2, heads=2, width=32, context=16, vocabulary=128) if TINY else GPTConfig()
+CONFIG = example.GPTConfig(layers=2, heads=2, width=32, context=16, vocabulary=128) if TINY else example.GPTConfig()
 
 
 def dataset() -> Dataset[Any]:
@@ -24,7 +41,7 @@ def dataset() -> Dataset[Any]:
 
 
 def model_fn() -> nn.Module:
-    return GPT(CONFIG)
+    return example.GPT(CONFIG)
 
 
 def data_fn() -> DataLoader[Any]:
