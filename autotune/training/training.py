@@ -269,7 +269,7 @@ def _made_optimizer(functions: UserFunctions, model: nn.Module) -> torch.optim.O
         return torch.optim.AdamW(model.parameters())
     _refuse_an_optimizers_class(functions.optimizer_fn)
     optimizer = functions.optimizer_fn(model)
-    if isinstance(optimizer, torch.optim.LBFGS) or _needs_arguments(getattr(optimizer, "step", None)):
+    if isinstance(optimizer, torch.optim.LBFGS) or _steps_with_arguments(optimizer):
         name = type(optimizer).__name__
         raise WorkloadError(f"optimizer_fn returned {name}, whose step needs a closure; that is not supported")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -303,9 +303,11 @@ def _refuse_an_optimizers_class(optimizer_fn: Callable[..., Any]) -> None:
         )
 
 
-def _needs_arguments(method: Any) -> bool:
+def _steps_with_arguments(stepped: Any) -> bool:
+    """Whether its `step` needs an argument. The class is asked: a scheduler wraps the method of its optimizer."""
+    method = getattr(type(stepped), "step", None)
     try:
-        inspect.signature(method).bind()
+        inspect.signature(method).bind(stepped)  # type: ignore[arg-type]  # what is no method raises
     except TypeError:  # it does, or there is none
         return callable(method)
     except ValueError:  # of native code
@@ -317,7 +319,7 @@ def _made_scheduler(functions: UserFunctions, optimizer: torch.optim.Optimizer) 
     if functions.scheduler_fn is None:
         return None
     scheduler = functions.scheduler_fn(optimizer)
-    if not hasattr(scheduler, "step") or _needs_arguments(scheduler.step):
+    if not hasattr(scheduler, "step") or _steps_with_arguments(scheduler):
         raise WorkloadError(
             f"scheduler_fn returned {type(scheduler).__name__}; it must return a learning rate scheduler that is stepped "
             "once per optimizer step without a metric or other arguments"
