@@ -80,7 +80,8 @@ def main() -> int:
     arguments = parser.parse_args()
     study = arguments.study or Path("autotune-study") / f"table-{arguments.name}"
     study.mkdir(parents=True, exist_ok=True)
-    parts = read_parts(arguments.space or HERE / "tables" / f"{Path(arguments.target).stem}.toml")
+    space = arguments.space or HERE / "tables" / f"{Path(arguments.target).stem}.toml"
+    parts = read_parts(space)
     options = SearchOptions(
         budget_seconds=arguments.seconds,
         strategy="exhaustive",
@@ -93,7 +94,9 @@ def main() -> int:
     began = time.monotonic()
     with interrupts_kept(), open_session(workload_from_target(arguments.target), options, QuietWatcher()) as opened:
         opened.session.pace = PACE
-        recording = Recording(opened.session, parts, arguments.out / f"{arguments.name}.jsonl.gz", command_of(sys.argv))
+        recording = Recording(
+            opened.session, parts, arguments.out / f"{arguments.name}.jsonl.gz", command_of(arguments, space)
+        )
         try:
             recording.run()
         except KeyboardInterrupt:
@@ -108,9 +111,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def command_of(arguments: Sequence[str]) -> str:
-    """As it could be given again, wherever the repository lies."""
-    return " ".join(["python", f"benchmarks/{Path(arguments[0]).name}", *arguments[1:]])
+def command_of(arguments: argparse.Namespace, space: Path) -> str:
+    """What was measured, as it could be given again; not where its files lie."""
+    words = ["python", "benchmarks/record_table.py", arguments.target, "--name", arguments.name]
+    if arguments.space is not None:
+        words += ["--space", str(space)]
+    words += ["--seconds", f"{arguments.seconds:g}"]
+    if arguments.free_batch:
+        words.append("--free-batch")
+    if arguments.memory_limit is not None:
+        words += ["--memory-limit", str(arguments.memory_limit)]
+    return " ".join(words)
 
 
 # --- which points -----------------------------------------------------------------------------------------------------

@@ -112,10 +112,9 @@ def test_recorded_tables_are_whole_and_can_be_searched(path: Path, empty_study: 
     assert len(space.points) == table.head.planned_points
     assert not space.unchecked
     assert path.stat().st_size < 400 * 1024
-    for seed in range(2):
-        found = replay(table, empty_study(table), seed=seed, evaluations=15)
-        assert found.hole == ""
-        assert found.share > 0
+    found = replay(table, empty_study(table), seed=0, evaluations=15)
+    assert found.hole == ""
+    assert found.share > truth_of(table, space).share(space.baseline)
 
 
 def test_a_table_of_figures_for_each_strategy() -> None:
