@@ -220,6 +220,12 @@ class _Rounding(torch.autograd.Function):
         return round_to(gradient, ctx.kind), None
 
 
+def _innermost(model: nn.Module) -> list[nn.Module]:
+    """Those that hold no others and take hooks, as scripted ones do not."""
+    hookable = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
+    return [module for module in hookable if not any(True for _ in module.children())]
+
+
 @contextmanager
 def outputs_rounded(model: nn.Module, kind: str) -> Iterator[None]:
     """What each innermost module returns is rounded, as it is when it is computed in that type, and its gradient too."""
@@ -230,9 +236,9 @@ def outputs_rounded(model: nn.Module, kind: str) -> Iterator[None]:
         result: torch.Tensor = _Rounding.apply(tensor, kind)  # type: ignore[no-untyped-call]
         return result
 
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [
-        module.register_forward_hook(lambda module, args, output: map_tensors(output, rounded)) for module in leaves
+        module.register_forward_hook(lambda module, args, output: map_tensors(output, rounded))
+        for module in _innermost(model)
     ]
     try:
         yield
@@ -250,12 +256,7 @@ def types_watched(model: nn.Module) -> Iterator[set[str]]:
         seen.update(HALVES[tensor.dtype] for tensor in tensors(found) if tensor.dtype in HALVES)
 
     note(list(model.parameters()))
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    handles = [
-        module.register_forward_hook(lambda module, args, output: note(output))
-        for module in leaves
-        if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
-    ]
+    handles = [module.register_forward_hook(lambda module, args, output: note(output)) for module in _innermost(model)]
     try:
         yield seen
     finally:

@@ -283,7 +283,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(
         type(module).__name__ == "OptimizedModule"
         or module._compiled_call_impl is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
         for module in model.modules()
     )
 

@@ -123,7 +123,9 @@ def _watch(model: nn.Module, names: dict[int, str], run_step: Callable[[], Any])
             _add(record.saved, tensor, kept)
         return tensor
 
-    watched = [module for module in model.modules() if id(module) in names]
+    # A scripted module takes no hooks; what it saves counts for those around it.
+    hookable = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
+    watched = [module for module in hookable if id(module) in names]
     with _hooked(watched, begin, end), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         run_step()
     return records

@@ -145,6 +145,25 @@ class Stubborn(nn.Module):
         return x
 
 
+class WithAScriptedPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scripted(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_blocks_beside_a_scripted_part_are_found() -> None:
+    model = WithAScriptedPart()
+    assert find_blocks(model, lambda: model(torch.randn(4, 8)).sum()).names == ("blocks.0", "blocks.1")
+
+
 def test_a_forward_that_raises_does_not_confuse_the_count() -> None:
     model: Any = Stubborn()
     assert found(model, torch.randn(2, 5, 16)).names == ("blocks.0", "blocks.1", "blocks.2")
