@@ -65,7 +65,8 @@ def hold_goes_on(cli: SimulatedCli, directory: Path) -> None:
     assert len(searched) == len(set(searched)) == 9
     best = autotune.load(directory / "here" / "best.json").best
     assert best.confirmed_rounds >= 3
-    assert best.config["num_workers"] == 2 and best.config["optimizer_impl"] == "fused"
+    # fused gains as much as processes differ by here: whether that shows depends on what was interrupted
+    assert best.config.replace({"optimizer_impl": "as_is"}) == trials[0].config.replace({"num_workers": 2})
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------

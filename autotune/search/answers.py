@@ -16,6 +16,8 @@ from autotune.stats import FEWEST_ROUNDS, UNKNOWN, faster, rate, ratio, ratio_fr
 WORTHWHILE_GAIN = 1.02
 """A configuration must be so many times better to be preferred to a simpler one (design, section 9)."""
 CERTAIN = 0.99
+LIKELY = 0.8
+"""Of a two-sided interval: one time in ten it lies wholly above a truth that is no gain."""
 PROCESS_SPREAD = 0.02
 EXPECTED_DEGREES = 3
 """From process to process the rate of one configuration varies by so much, which one or two rounds hardly show; the
@@ -130,13 +132,17 @@ class Results:
 
     def _is_as_good_with_less(self, one: Answer, other: Answer) -> bool:
         """Whether it is the other without some of its changes, and their rounds do not tell the two apart: those that both
-        were measured in, or else what each gained over the baseline."""
+        were measured in, or else what each gained over the baseline.
+
+        Both are certainly better than the baseline, so nothing is promised here that needs certainty: where the odds are
+        nine to one that the further changes pay, they are kept.
+        """
         if self.settings.objective == "memory" or not self.is_part_of(one.config, other.config):
             return False
         own, others = self._by_round(one.config), self._by_round(other.config)
         pairs = [(others[number], own[number]) for number in sorted(own.keys() & others.keys())]
         if pairs:
-            return _told_ratio(pairs).interval[0] <= 1
+            return _moderated_ratio(pairs, LIKELY).interval[0] <= 1
         more, less = other.speedup, one.speedup
         return ratio_from_intervals(more.value, more.interval, less.value, less.interval)[1][0] <= 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from autotune.advice.bottleneck import WAITS_FOR_DATA
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
@@ -148,14 +149,15 @@ def _is_worth_a_trial(session: Session, incumbent: Trial, candidate: TrainingCon
 
 
 def _most_seen(session: Session, candidate: TrainingConfig) -> float:
-    """The most that this loader was seen to give to a step that waited for it; infinite where none did."""
+    """The most that this loader was seen to give to a step that clearly waited for it; infinite where none did."""
     loader = _of_the_loader(session, candidate)
     waited = [
         measured.samples_per_second
         for trial in session.trials
         if (measured := trial.measurement) is not None
         and measured.resident_samples_per_second is not None
-        and loader_share(trial) < IDLE_SHARE
+        and loader_share(trial)
+        < WAITS_FOR_DATA  # a little less may be copies to the device, which a faster step has too
         and _of_the_loader(session, trial.config) == loader
     ]
     return max(waited, default=math.inf)

@@ -9,6 +9,7 @@ import pytest
 from autotune.config import TrainingConfig
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, Trial, TrialRequest
+from autotune.report.document import counted
 from autotune.report.text import render
 from autotune.report.trials import trials_document
 from autotune.workload import workload_from_target
@@ -74,4 +75,4 @@ def test_tokens_are_counted_and_every_graph_that_a_new_shape_takes(tmp_path: Pat
         machine_identity="0123456789ab",
     )  # fmt: skip
     told = " ".join(render(trials_document([trial], [], None, tmp_path)).split())
-    assert f"{measured.recompiles} graphs made after the first step" in told
+    assert f"{counted(measured.recompiles, 'graph')} made after the first step" in told

@@ -29,9 +29,10 @@ def changed(trials: Trials) -> dict[str, Value]:
 
 
 def test_what_two_rounds_do_not_show_is_not_changed_for() -> None:
-    """4 % more in two rounds is what processes differ by."""
+    """2.5 % more in two rounds is what processes differ by; 5 % more is likely to be more than that."""
     base = [1000, 1005]
-    assert changed(started().rounds(BF16, [1600, 1610], base).rounds(FUSED, [1670, 1672], base)) == BF16
+    assert changed(started().rounds(BF16, [1600, 1610], base).rounds(FUSED, [1640, 1651], base)) == BF16
+    assert changed(started().rounds(BF16, [1600, 1610], base).rounds(FUSED, [1680, 1690], base)) == FUSED
 
 
 def test_rounds_of_different_calls_are_compared_by_what_each_gained() -> None:
