@@ -75,8 +75,8 @@ class Server:
         self._thread_count = 1
         self._kept: frozenset[ProcessId] = frozenset()
         self._trial: _RunningTrial | None = None
-        self._can_compile = False
-        """Its forks find what the compiler has to find out once."""
+        self._compiler_prepared = False
+        """Forks find what the compiler has to find out once."""
 
     def run(self) -> None:
         """Prepares what the orchestrator asks for, then serves trials. Returns when the orchestrator hangs up."""
@@ -172,7 +172,7 @@ class Server:
 
     def _start(self, message: StartTrial, hello: Hello) -> None:
         assert self._trial is None, "one trial at a time"
-        self._get_ready(message.request, hello)
+        self._prepare_compiler(message.request, hello)
         order = TrialOrder(
             message.request,
             hello.workload,
@@ -191,13 +191,13 @@ class Server:
         os.close(report_write)
         self._trial = _RunningTrial(pid, report_read, order.output_path)
 
-    def _get_ready(self, request: TrialRequest, hello: Hello) -> None:
+    def _prepare_compiler(self, request: TrialRequest, hello: Hello) -> None:
         """Before the first trial that compiles, where it is forked."""
-        if self._can_compile or hello.start_method == "fresh" or not hello.warm_compiler:
+        if self._compiler_prepared or hello.start_method == "fresh" or not hello.warm_compiler:
             return
         if any(knob(name).first_step_limit_seconds(value) is not None for name, value in request.config.items()):
             prepare_for_compiling(request.conditions.device)
-            self._can_compile = True
+            self._compiler_prepared = True
 
     def _become_trial(self, order: TrialOrder, report_descriptor: int, server: int) -> None:
         try:
