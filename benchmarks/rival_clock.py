@@ -57,7 +57,7 @@ def searched(tool: str, workload: str, directory: str, seconds: str) -> dict[str
 
 
 def checked_batch(workload: Any, batch_size: int) -> tuple[Tensor, Tensor]:
-    """The first samples of the data set, on the CPU, as many as there are."""
+    """The first samples of the data set, on the CPU. Raises IndexError where it has fewer."""
     inputs, targets = zip(*(workload.dataset()[index] for index in range(batch_size)), strict=True)
     return torch.stack(inputs), torch.stack([torch.as_tensor(target) for target in targets])
 

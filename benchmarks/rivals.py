@@ -112,6 +112,7 @@ class Comparison:
         self.directory = (arguments.out / "rivals").resolve()
         self.directory.mkdir(parents=True, exist_ok=True)
         self.caches = Path(tempfile.gettempdir()) / f"autotune-rivals-{os.getuid()}"
+        self.caches.mkdir(exist_ok=True)
         self.path = self.directory / f"{workload}.json"
         machine = read_machine_facts().model_dump(mode="json", exclude={"identity"})
         self.content: dict[str, Any] = {
@@ -123,8 +124,10 @@ class Comparison:
         }
         if self.path.exists():
             earlier = json.loads(self.path.read_text())
-            if earlier["tiny"] == arguments.tiny and earlier["machine"]["gpus"] == machine["gpus"]:
+            if earlier["tiny"] == arguments.tiny and cards(earlier["machine"]) == cards(machine):
                 self.content["tools"] = earlier["tools"]
+            else:
+                print(f"{self.path} is of other GPUs or sizes, and begun anew", file=sys.stderr)
 
     def search(self, tool: str) -> None:
         """What the tool finds, unless it is known; a failure is tried again."""
@@ -235,6 +238,11 @@ class Comparison:
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.content, indent=1) + "\n")
         unfinished.rename(self.path)
+
+
+def cards(machine: dict[str, Any]) -> list[tuple[str, int]]:
+    """What a machine's GPUs have to share with another's for results of both to stand in one file: not what is in use."""
+    return [(gpu["name"], gpu["total_bytes"]) for gpu in machine["gpus"]]
 
 
 def end_group(process: subprocess.Popen[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from benchmarks.rival_clock import compared, save_reference
 from benchmarks.rival_tools import TOOLS as TOOL_SETUPS
 from benchmarks.rival_tools import Setup
-from benchmarks.rivals import RIGHT_TIMES_BF16, TOOLS, table
+from benchmarks.rivals import RIGHT_TIMES_BF16, TOOLS, Comparison, cards, table
 
 BATCH = 8
 
@@ -109,3 +110,28 @@ def test_the_table_tells_failures_and_who_is_ahead() -> None:
 
 def test_every_tool_of_the_table_can_be_run() -> None:
     assert tuple(TOOL_SETUPS) == TOOLS
+
+
+def test_a_comparison_goes_on_from_an_earlier_call_on_such_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was started anew knows no directory for caches."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    arguments: Any = SimpleNamespace(out=tmp_path, tiny=True)
+    first = Comparison("resnet18", arguments)
+    first.content["tools"] = {"loadtune": {"finding": {"batch_size": 8}, "rounds": []}}
+    first.write()
+    first.caches.rmdir()
+    again = Comparison("resnet18", arguments)
+    assert again.content["tools"] == first.content["tools"]
+    assert again.caches.is_dir()
+    first.path.write_text(json.dumps({**first.content, "machine": {"gpus": [{"name": "other", "total_bytes": 1}]}}))
+    assert Comparison("resnet18", arguments).content["tools"] == {}
+
+
+def test_what_is_in_use_on_a_gpu_makes_it_no_other() -> None:
+    def machine(**gpu: Any) -> dict[str, Any]:
+        return {"gpus": [{"name": "H200", "total_bytes": 2**37, **gpu}]}
+
+    assert cards(machine(used_bytes=0, uuid="a")) == cards(machine(used_bytes=2**22, uuid="b"))
+    assert cards(machine(total_bytes=2**36)) != cards(machine())
