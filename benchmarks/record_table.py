@@ -52,6 +52,7 @@ from autotune.search.pace import Pace
 from autotune.search.session import Session
 from autotune.search.watcher import QuietWatcher
 from autotune.sessions import open_session
+from autotune.space import SearchSpace
 from autotune.workload import workload_from_target
 
 HERE = Path(__file__).parent
@@ -149,9 +150,8 @@ def write_hull(path: Path, parts: Parts) -> Path:
     return path
 
 
-def points_of(session: Session, parts: Parts) -> Points:
+def points_of(space: SearchSpace, parts: Parts) -> Points:
     """The points of all parts that this machine offers and that do not conflict, each once, the baseline first."""
-    space = session.space
     found = {space.baseline: None}
     for part in parts:
         names = dear_first(part)
@@ -163,9 +163,8 @@ def points_of(session: Session, parts: Parts) -> Points:
     return list(found)
 
 
-def groups_of(session: Session, points: Points) -> Iterator[Points]:
+def groups_of(space: SearchSpace, points: Points) -> Iterator[Points]:
     """Neighbours whose gradients come about in the same way, at the same batch: what one compilation serves."""
-    space = session.space
     for _, group in itertools.groupby(points, lambda one: (space.gradient_key(one), space.micro_batch(one))):
         yield list(group)
 
@@ -180,7 +179,7 @@ class Recording:
         self.session = session
         self.path = path
         self.command = command
-        self.points = points_of(self.session, parts)
+        self.points = points_of(session.space, parts)
         self.written_at = -math.inf
 
     def run(self) -> None:
@@ -188,7 +187,7 @@ class Recording:
         session = self.session
         print(f"{len(self.points)} points, {self.points_left()} of them to be measured", flush=True)
         run_baseline(session)
-        for group in groups_of(session, self.points):
+        for group in groups_of(session.space, self.points):
             exhaust(session, group)
             self.check_parity(group)
             self.probe_loaders(group)

@@ -12,8 +12,7 @@ import pytest
 from autotune.config import TrainingConfig
 from autotune.errors import UserError
 from autotune.processes.table import Table, read_table, table_space
-from autotune.records import OUT_OF_MEMORY, SearchFacts
-from autotune.search.session import Session
+from autotune.records import OUT_OF_MEMORY
 from autotune.space import build_space
 from benchmarks.record_table import (
     HERE,
@@ -129,15 +128,6 @@ def test_it_ends_with_its_time_and_the_same_command_goes_on(new_directory: NewDi
     assert set(measured(first)) < set(measured(whole))
 
 
-def session_with(facts: SearchFacts, directory: Path, name: str) -> Session:
-    """One that shows the points of a space file on a machine."""
-    parts = read_parts(HERE / "tables" / f"{name}.toml")
-    space = build_space(facts, preset=str(write_hull(directory / "space.toml", parts)))
-    session: Session = Session.__new__(Session)  # no study, no processes: points are a matter of the space alone
-    session.space = space
-    return session
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_the_space_files_name_enough_points(name: str, tmp_path: Path) -> None:
     workload: dict[str, Any] = {"dataset_length": 50_000, "optimizer_variants": ("for_loop", "fused")}
@@ -150,10 +140,11 @@ def test_the_space_files_name_enough_points(name: str, tmp_path: Path) -> None:
         "small": cuda_facts(global_batch_size=128, batch_size=128, largest_batch_size=4096, **workload),
         "small_cpu": cpu_facts(batch_size=128, largest_batch_size=4096, **workload),
     }[name]
-    session = session_with(facts, tmp_path, name)
-    points = points_of(session, read_parts(HERE / "tables" / f"{name}.toml"))
+    parts = read_parts(HERE / "tables" / f"{name}.toml")
+    space = build_space(facts, preset=str(write_hull(tmp_path / "space.toml", parts)))
+    points = points_of(space, parts)
     assert len(points) == len(set(points)) >= SIZES[name]
-    assert points[0] == session.space.baseline
+    assert points[0] == space.baseline
     compiled = [config for config in points if config["compile_mode"] != "as_is"]
     assert len(compiled) >= 8
     graphs = {
@@ -166,7 +157,7 @@ def test_the_space_files_name_enough_points(name: str, tmp_path: Path) -> None:
 def test_points_that_share_a_compilation_are_neighbours(new_directory: NewDirectory) -> None:
     one, _ = recording(new_directory())
     with one.session.study:
-        groups = list(groups_of(one.session, one.points))
+        groups = list(groups_of(one.session.space, one.points))
     assert sum(map(len, groups)) == POINTS
     compiled = [group for group in groups if group[0]["compile_mode"] != "as_is"]
     assert [len(group) for group in compiled] == [4]
