@@ -99,7 +99,7 @@ def _pace_of_one(session: Session, knob: Knob, incumbent: Trial, counts: list[in
     candidate = incumbent.config.replace({knob.name: counts[0]})
     obstacle = session.obstacle(candidate)
     if obstacle is not None:
-        session.skipped[knob.name] = f"{knob.name}={counts[0]} was not tried: {obstacle}"
+        session.skipped[knob.name] = f"{knob.name}: {counts[0]} was not tried, since {obstacle}"
     if obstacle is not None or not session.affords(candidate):
         return None
     # The loader alone does not depend on the step: one probe answers for all of them.
