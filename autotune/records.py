@@ -248,7 +248,8 @@ class Blocks(Record):
 
 
 class SpentSeconds(Record):
-    """What the parts of a trial took in its process, beside its first step. No two of them overlap."""
+    """What the parts of a trial took in its process, beside its first step. No two of them overlap, save that
+    `process_seconds` holds them all."""
 
     start_seconds: float
     """From the start of the process until it begins to build: an interpreter and its imports where it was not forked,
