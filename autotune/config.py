@@ -31,10 +31,11 @@ class TrainingConfig(Mapping[str, Value]):
     their values were given.
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("_key", "_values")
 
     def __init__(self, values: Mapping[str, Value]) -> None:
         self._values: dict[str, Value] = {name: values[name] for name in sorted(values)}
+        self._key: str | None = None
 
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
@@ -57,8 +58,10 @@ class TrainingConfig(Mapping[str, Value]):
     @property
     def key(self) -> str:
         """Twelve hexadecimal digits that identify the values; the same on every machine."""
-        canonical = json.dumps(self._values, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+        if self._key is None:  # made once: a search compares configurations all the time
+            canonical = json.dumps(self._values, sort_keys=True, separators=(",", ":"))
+            self._key = hashlib.sha256(canonical.encode()).hexdigest()[:12]
+        return self._key
 
     def replace(self, changes: Mapping[str, Value]) -> TrainingConfig:
         """A copy with some values changed. Raises KeyError for a knob that the configuration does not have."""
