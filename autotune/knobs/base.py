@@ -128,6 +128,11 @@ class Knob(ABC):
         where it does not run with them."""
         return {}
 
+    @property
+    def only_saves_memory(self) -> bool:
+        """Whether less memory is all that can be had of it."""
+        return self.cures == {"memory"}
+
     @abstractmethod
     def rank(self, value: Value, facts: SearchFacts) -> float:
         """How simple a value is: lower is simpler, the baseline is 0. Decides ties."""

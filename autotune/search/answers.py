@@ -82,7 +82,7 @@ class Results:
         run or is slower: that it was faster was chance, then."""
         if self.settings.objective == "memory":
             return False
-        savers = [knob.name for knob in KNOBS if knob.cures == {"memory"} and knob.name in self.space.varied]
+        savers = [knob.name for knob in KNOBS if knob.only_saves_memory and knob.name in self.space.varied]
         changed = [name for name in savers if config[name] != self.baseline[name]]
         return any(not self._is_needed(config, config.replace({name: self.baseline[name]})) for name in changed)
 

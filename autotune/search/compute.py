@@ -58,7 +58,7 @@ def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
         for knob in KNOBS
         if knob.stage == "compute"
         and knob.name in session.space.varied
-        and (knob.cures != frozenset({"memory"}) or wanted == "memory")
+        and (not knob.only_saves_memory or wanted == "memory")
     ]
     return sorted(knobs, key=lambda knob: not ({cause, wanted} & knob.cures))
 

@@ -96,7 +96,7 @@ def _saves_memory_for_nothing(session: Session, config: TrainingConfig) -> bool:
     if session.settings.objective == "memory":
         return False
     space = session.space
-    savers = [knob.name for knob in KNOBS if knob.cures == frozenset({"memory"}) and knob.name in space.varied]
+    savers = [knob.name for knob in KNOBS if knob.only_saves_memory and knob.name in space.varied]
     plain = config.replace({name: space.baseline[name] for name in savers})
     known = session.obstacles.too_large(plain)
     return plain != config and (known is None or space.micro_batch(config) < known.micro_batch_size)

@@ -113,7 +113,7 @@ class Search:
     def memory_candidates(self, config: TrainingConfig) -> list[TrainingConfig]:
         """The configuration, and the same with each value of the knobs that do nothing but save memory."""
         session = self.session
-        savers = [knob for knob in KNOBS if knob.memory == "class" and knob.cures == frozenset({"memory"})]
+        savers = [knob for knob in KNOBS if knob.memory == "class" and knob.only_saves_memory]
         others = [
             config.replace({knob.name: value})
             for knob in savers
