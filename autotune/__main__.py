@@ -13,9 +13,8 @@ INTERRUPTED = 130
 
 def main() -> int:
     """The console script. Returns the exit code, as `autotune.cli.main` does."""
-    heard = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # not where it is ignored, as in a background job
+    # Not where it is ignored, as in a background job.
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heard:
         signal.signal(signal.SIGINT, _leave)
     from autotune.cli import main as run

@@ -79,9 +79,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="sizes for trying the benchmark out without a GPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(143)
-    )  # a benchmark that is cut off leaves nothing running
+    # A benchmark that is cut off leaves nothing running.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     for name in chosen(arguments.workload, WORKLOADS):
         comparison = Comparison(name, arguments)
         tools = chosen(arguments.only, TOOLS)

@@ -151,13 +151,13 @@ def _is_worth_a_trial(session: Session, incumbent: Trial, candidate: TrainingCon
 def _most_seen(session: Session, candidate: TrainingConfig) -> float:
     """The most that this loader was seen to give to a step that clearly waited for it; infinite where none did."""
     loader = _of_the_loader(session, candidate)
+    # A little less than what the step takes alone may be copies to the device, which a faster step has too.
     waited = [
         measured.samples_per_second
         for trial in session.trials
         if (measured := trial.measurement) is not None
         and measured.resident_samples_per_second is not None
-        and loader_share(trial)
-        < WAITS_FOR_DATA  # a little less may be copies to the device, which a faster step has too
+        and loader_share(trial) < WAITS_FOR_DATA
         and _of_the_loader(session, trial.config) == loader
     ]
     return max(waited, default=math.inf)
