@@ -64,13 +64,13 @@ def checked_batch(workload: Any, batch_size: int) -> tuple[Tensor, Tensor]:
 
 def referenced(batch_size: str, micro_batch_size: str, name: str, path: str) -> dict[str, Any]:
     """Saves weights, and the gradients of one batch in fp32; tells how far honest bf16 is from them."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     return save_reference(workload_named(name), int(batch_size), int(micro_batch_size), Path(path))
 
 
 def save_reference(workload: Any, batch_size: int, micro_batch_size: int, path: Path) -> dict[str, Any]:
-    """The same for a workload itself."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    """The same for a workload itself, in the precision that torch is set to."""
     torch.manual_seed(0)
     model = workload.model_fn().to(DEVICE)
     batch = checked_batch(workload, batch_size)
