@@ -67,6 +67,15 @@ def out_of_the_race(samples: Sequence[float], seconds: Sequence[float], rate_to_
     return high < OUT_OF_THE_RACE * rate_to_beat
 
 
+def is_precise(samples: Sequence[float], seconds: Sequence[float], relative_precision: float) -> bool:
+    """Whether the half-width of the blocks' 95 % interval is at most `relative_precision` of their rate.
+
+    Raises ValueError as `rate` does.
+    """
+    value, (low, high) = rate(samples, seconds)
+    return (high - low) / 2 <= relative_precision * value
+
+
 def ratio(
     candidate_rates: Sequence[float], baseline_rates: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, Interval]:

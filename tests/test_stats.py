@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.stats import UNKNOWN, faster, out_of_the_race, rate, ratio, ratio_from_intervals, student_t, warmed_up
+from autotune.stats import (
+    UNKNOWN,
+    faster,
+    is_precise,
+    out_of_the_race,
+    rate,
+    ratio,
+    ratio_from_intervals,
+    student_t,
+    warmed_up,
+)
 
 positive = st.floats(min_value=1e-3, max_value=1e6)
 blocks = st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-3, 1e3)), min_size=1, max_size=20)
@@ -210,6 +220,12 @@ def test_only_what_is_certainly_and_clearly_slower_is_out_of_the_race() -> None:
     assert not out_of_the_race([10] * 3, [0.8, 1.0, 1.2], 20.0)
     assert not out_of_the_race([10], [1.0], 1000.0)
     assert not out_of_the_race([10] * 3, steady, None)
+
+
+def test_precise_is_what_blocks_agree_on() -> None:
+    assert is_precise([10] * 3, [1.0, 1.001, 1.0], 0.01)
+    assert not is_precise([10] * 3, [1.0, 1.5, 0.8], 0.01)
+    assert not is_precise([10], [1.0], 0.5)
 
 
 def test_two_rounds_decide_nothing() -> None:

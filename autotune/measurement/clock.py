@@ -12,7 +12,6 @@ import torch
 
 from autotune.errors import WorkloadError
 from autotune.records import Blocks
-from autotune.stats import rate
 from autotune.training.windows import Window
 
 
@@ -98,9 +97,3 @@ class BlockClock:
         """Drops all blocks but keeps the pace of the last, so that the next one has the right length."""
         for values in (self.seconds, self.samples, self.steps, self.weights):
             del values[:-1]
-
-
-def is_precise(blocks: Blocks, relative_precision: float) -> bool:
-    """Whether the 95 % interval's half-width is at most `relative_precision` of the rate."""
-    value, (low, high) = rate(blocks.samples, blocks.seconds)
-    return (high - low) / 2 <= relative_precision * value

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from autotune.failure import TrialFailure
-from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
+from autotune.measurement.clock import BlockClock, endless, synchronize
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.measurement.spent import Stopwatch, process_age_seconds
 from autotune.records import Blocks, Measurement, Phase, TrialRequest
-from autotune.stats import out_of_the_race, rate, warmed_up
+from autotune.stats import is_precise, out_of_the_race, rate, warmed_up
 from autotune.surgery.batches import byte_count, to_device, versions
 from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
@@ -219,7 +219,7 @@ def _timed_blocks(
             raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
         if len(clock.seconds) >= request.minimum_blocks:
             beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
-            if beaten or is_precise(clock.blocks(), request.relative_precision):
+            if beaten or is_precise(clock.samples, clock.seconds, request.relative_precision):
                 break
         if time.perf_counter() - begin > 0.8 * request.timeouts.measure_seconds:
             break

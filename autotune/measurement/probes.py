@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from autotune.measurement.clock import BlockClock, endless, is_precise, synchronize
+from autotune.measurement.clock import BlockClock, endless, synchronize
 from autotune.measurement.marks import watched_step
 from autotune.measurement.measure import PhaseReport, started
 from autotune.measurement.samples import check_workers
 from autotune.memory_margin import misfit
 from autotune.records import LoaderProbe, MemoryProbe, TrialRequest
-from autotune.stats import rate
+from autotune.stats import is_precise, rate
 from autotune.surgery.batches import tensors
 from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
@@ -100,7 +100,8 @@ def probe_loader(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
         step()
     while len(clock.seconds) < request.maximum_blocks:
         clock.run(step, request.block_seconds)
-        if len(clock.seconds) >= request.minimum_blocks and is_precise(clock.blocks(), request.relative_precision):
+        enough = len(clock.seconds) >= request.minimum_blocks
+        if enough and is_precise(clock.samples, clock.seconds, request.relative_precision):
             break
         if time.perf_counter() - begin > 0.5 * request.timeouts.measure_seconds:
             break

@@ -22,7 +22,7 @@ from autotune.records import (
     TrialKind,
     TrialRequest,
 )
-from autotune.stats import out_of_the_race, rate
+from autotune.stats import is_precise, out_of_the_race, rate
 
 PROBE_STEPS = 4
 """Of a memory probe, its first step among them."""
@@ -233,8 +233,7 @@ class TableMachine:
             drawn.append(self._block(recorded, request.block_seconds))
             if len(drawn) >= request.minimum_blocks:
                 blocks = _joined(drawn)
-                value, (low, high) = rate(blocks.samples, blocks.seconds)
-                precise = (high - low) / 2 <= request.relative_precision * value
+                precise = is_precise(blocks.samples, blocks.seconds, request.relative_precision)
                 if precise or out_of_the_race(blocks.samples, blocks.seconds, request.rate_to_beat):
                     break
         return _joined(drawn)

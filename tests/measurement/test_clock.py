@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from autotune.errors import WorkloadError
-from autotune.measurement.clock import BlockClock, endless, is_precise
+from autotune.measurement.clock import BlockClock, endless
 from autotune.records import Blocks
 from autotune.surgery.loaders import counted
 from autotune.training.windows import MicroBatch, Window, WindowLoader
@@ -21,9 +21,9 @@ def test_a_block_is_whole_steps_of_at_least_its_length() -> None:
     for _ in range(2):
         clock.run(lambda: (pause(0.003), (5, None))[1], 0.01)
     for seconds, steps, samples in zip(clock.seconds, clock.steps, clock.samples, strict=True):
-        assert steps >= 1
+        assert 1 <= steps <= 4, "four of 3 ms are long enough, however long they took"
         assert samples == 5 * steps
-        assert max(0.01, 0.003 * steps) <= seconds < 0.1
+        assert max(0.01, 0.003 * steps) <= seconds
     assert clock.weights == []
     assert clock.rates() == pytest.approx([s / t for s, t in zip(clock.samples, clock.seconds, strict=True)])
 
@@ -52,15 +52,6 @@ def test_blocks_from_one_on_and_after_forgetting() -> None:
     last = clock.seconds[-1]
     clock.forget()
     assert clock.blocks() == Blocks(seconds=(last,), samples=(1,), steps=(1,), weights=(3.0,))
-
-
-def test_precise_is_what_blocks_agree_on() -> None:
-    agreeing = Blocks(seconds=(1.0, 1.001, 1.0), samples=(10, 10, 10), steps=(1, 1, 1))
-    differing = Blocks(seconds=(1.0, 1.5, 0.8), samples=(10, 10, 10), steps=(1, 1, 1))
-    alone = Blocks(seconds=(1.0,), samples=(10,), steps=(1,))
-    assert is_precise(agreeing, 0.01)
-    assert not is_precise(differing, 0.01)
-    assert not is_precise(alone, 0.5)
 
 
 def test_endless_goes_round() -> None:
