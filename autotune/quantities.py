@@ -155,8 +155,8 @@ def format_share(share: float) -> str:
 
 
 def format_cosine(cosine: float) -> str:
-    """Six digits, never rounded up to 1: `1`, `0.999998`, `0.93`, `-0.2`."""
-    return f"{math.floor(cosine * 1e6) / 1e6:.6g}"
+    """Six digits, never rounded up to 1 by more than a sum in float64 is off: `1`, `0.999998`, `0.93`, `-0.2`."""
+    return f"{math.floor((cosine + 1e-9) * 1e6) / 1e6:.6g}"
 
 
 NO_UPPER_END = 1e300

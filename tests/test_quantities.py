@@ -141,7 +141,16 @@ def test_a_seed_is_what_every_generator_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cosine", "shown"), [(1.0, "1"), (0.9999999, "0.999999"), (0.99998, "0.99998"), (0.93, "0.93"), (-0.2, "-0.2")]
+    ("cosine", "shown"),
+    [
+        (1.0, "1"),
+        (1 - 1e-13, "1"),
+        (1.0000000002, "1"),
+        (0.9999999, "0.999999"),
+        (0.99998, "0.99998"),
+        (0.93, "0.93"),
+        (-0.2, "-0.2"),
+    ],
 )
 def test_a_cosine_is_never_rounded_up_to_1(cosine: float, shown: str) -> None:
     assert format_cosine(cosine) == shown
