@@ -263,12 +263,12 @@ def _narrow(one: Knob, wanted: Wanted, baseline: TrainingConfig, facts: SearchFa
     offered = one.choices(facts)
     if wanted == "all":
         return offered
-    own, others = baseline[one.name], {name: value for name, value in baseline.items() if name != one.name}
+    own = baseline[one.name]
     kept = [value for value in offered if value in wanted or value == own]
     added = [
         value
         for value in wanted
-        if _is_count(value) and value not in offered and one.conflict(value, others, facts) is None
+        if _is_count(value) and value not in offered and one.conflict(value, baseline, facts) is None
     ]
     if not added:
         return tuple(kept)
@@ -281,8 +281,7 @@ def _is_count(value: Value) -> bool:
 
 def _conflict(config: TrainingConfig, facts: SearchFacts) -> str | None:
     for one in KNOBS:
-        others = {name: value for name, value in config.items() if name != one.name}
-        reason = one.conflict(config[one.name], others, facts)
+        reason = one.conflict(config[one.name], config, facts)
         if reason is not None:
             return f"{one.name}: {reason}"
     return None

@@ -138,7 +138,10 @@ class Knob(ABC):
         """How simple a value is: lower is simpler, the baseline is 0. Decides ties."""
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: SearchFacts) -> str | None:
-        """Why this value cannot be used beside these values of the other knobs, in one sentence; None where it can."""
+        """Why this value cannot be used beside these values of the other knobs, in one sentence; None where it can.
+
+        `others` may hold a value of this knob as well, which says nothing.
+        """
         return None
 
     @abstractmethod
