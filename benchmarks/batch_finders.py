@@ -81,7 +81,8 @@ def main() -> int:
             if importlib.util.find_spec(package) is None:
                 print(f"{finder}: {package} is not installed", flush=True)
                 continue
-            found = {"target": Path(target).name, "finder": finder, **run_finder(finder, target, arguments)}
+            named = {"target": Path(target).name, "finder": finder}
+            found: dict[str, Any] = {**named, **run_finder(finder, target, arguments), "again": None}
             content["found"].append(found)
             path.write_text(json.dumps(content, indent=1) + "\n")
             size = found["batch_size"]
