@@ -115,6 +115,10 @@ class SearchSpace:
         """Samples of one optimizer step. Raises as `micro_batches` does."""
         return self.micro_batch(config) * self.micro_batches(config)
 
+    def holds(self, config: TrainingConfig, batch_size: int | None) -> bool:
+        """Whether an optimizer step takes as many samples as are held; any number will do where none is."""
+        return batch_size is None or self.effective_batch(config) == batch_size
+
 
 def build_space(
     facts: SearchFacts, *, preset: str, only: Sequence[str] = (), fixed: Mapping[str, Value] | None = None

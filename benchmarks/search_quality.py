@@ -142,7 +142,7 @@ def truth_of(table: Table, space: TableSpace) -> Truth:
     """The rates of the points that keep the held batch, and the best of them."""
     held = table.head.conditions.global_batch_size
     rates = TableMachine(table, space, seed=0).true_rates()
-    kept = {config: rate for config, rate in rates.items() if held is None or space.effective_batch(config) == held}
+    kept = {config: rate for config, rate in rates.items() if space.holds(config, held)}
     return Truth(kept, max(kept.values()))
 
 

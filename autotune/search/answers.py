@@ -47,8 +47,7 @@ class Results:
 
     def keeps_the_batch(self, config: TrainingConfig) -> bool:
         """Whether an optimizer step takes as many samples as are held, if any are."""
-        held = self.settings.conditions.global_batch_size
-        return held is None or self.space.effective_batch(config) == held
+        return self.space.holds(config, self.settings.conditions.global_batch_size)
 
     def free_batch(self) -> Answer | None:
         """Where a batch is held, the best with another one, if letting it go is worthwhile."""

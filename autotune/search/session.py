@@ -290,8 +290,7 @@ class Session:
 
     def allowed(self, config: TrainingConfig) -> bool:
         """Whether the configuration keeps the global batch that is held, if one is."""
-        held = self.settings.conditions.global_batch_size
-        return held is None or self.space.effective_batch(config) == held
+        return self.space.holds(config, self.settings.conditions.global_batch_size)
 
     def score(self, trial: Trial) -> float:
         """What the search makes large: samples per second, as far as its knobs give it credit, or less peak memory."""
