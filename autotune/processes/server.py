@@ -196,6 +196,7 @@ class Server:
         if self._compiler_prepared or hello.start_method == "fresh" or not hello.warm_compiler:
             return
         if any(knob(name).first_step_limit_seconds(value) is not None for name, value in request.config.items()):
+            self._channel.send(PhaseReported("compile"))  # it may take the time that compiling may
             prepare_for_compiling(request.conditions.device)
             self._compiler_prepared = True
 

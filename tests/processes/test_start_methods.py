@@ -71,7 +71,9 @@ def test_one_server_for_each_environment(behaving_workload, request_for, tmp_pat
             assert start_method_of(answer) == "fork"
             assert answer.soak.findings[7] == "True"  # the compiler was imported before the fork
             assert answer.soak.findings[9] == "False"
-        answer = pool.run(request_for("look_around", config={"compile_mode": "default"}))
+        phases = []
+        answer = pool.run(request_for("look_around", config={"compile_mode": "default"}), phases.append)
+        assert phases[:2] == ["compile", "start"]
         assert answer.soak.findings[9] == "True"  # and has found out once what it would find out in each
         assert len(pool._servers) == 2
         (other,) = (server for key, server in pool._servers.items() if key)
