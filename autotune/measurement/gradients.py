@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autotune.measurement.sums import Products, in_real_numbers, plain, products, read, read_products
+from autotune.measurement.sums import Products, parts, plain, products, read, read_products
 
 Gradients = dict[str, torch.Tensor | None]
 """Parameter name to its gradient, on any device and of any type and layout; None where it has none."""
@@ -92,23 +92,27 @@ def first_not_finite(gradients: Gradients) -> str | None:
 
 
 def compare_buffers(reference: dict[str, torch.Tensor], candidate: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative error of each buffer; of counters and other whole numbers 1 where they differ at all."""
+    """The relative error of each buffer; of counters and other whole numbers 1 where they differ at all, and
+    of what has another shape."""
     errors = {name: _buffer_error(buffer, candidate[name]) for name, buffer in reference.items()}
     return {name: error if math.isfinite(error) else math.inf for name, (error,) in read(errors).items()}
 
 
 def _buffer_error(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
     """One number, on the candidate's device and not yet computed there."""
-    expected, got = in_real_numbers(reference).to(candidate.device), in_real_numbers(candidate)
+    pairs = list(zip(parts(reference), parts(candidate), strict=False))
+    if reference.layout != candidate.layout or any(expected.shape != got.shape for expected, got in pairs):
+        return torch.ones(1, dtype=torch.float64, device=candidate.device)
+    return torch.stack([_part_error(expected.to(got.device), got) for expected, got in pairs]).amax(0)
+
+
+def _part_error(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
     if not expected.dtype.is_floating_point:
-        return (
-            got.new_ones(1, dtype=torch.float64)
-            if got.shape != expected.shape
-            else (got != expected).any().view(1).double()
-        )
+        return (got != expected).any().view(1).double()
+    expected, got = expected.float(), got.float()  # the smallest types can be converted and not much else
     # Equal infinities are no difference: a mask of an attention is full of them.
     same = (got == expected) | (got.isnan() & expected.isnan())
-    difference = torch.linalg.vector_norm((got.float() - expected.float()).masked_fill(same, 0.0))
-    size = torch.linalg.vector_norm(expected.float().masked_fill(~expected.isfinite(), 0.0))
+    difference = torch.linalg.vector_norm((got - expected).masked_fill(same, 0.0))
+    size = torch.linalg.vector_norm(expected.masked_fill(~expected.isfinite(), 0.0))
     error: torch.Tensor = difference / size.clamp_min(1e-6)
     return error.view(1).double()

@@ -26,6 +26,7 @@ from autotune.measurement.runs import (
     differences,
     optimizer_settings,
     parameter_changes,
+    restore,
     run_steps,
 )
 from autotune.measurement.samples import windows_for_both
@@ -282,7 +283,7 @@ class _Check:
     ) -> tuple[list[Difference], str, dict[str, ParameterChange]]:
         """How far each of the candidate's steps is off, what is wrong with its updates, and what these did."""
         training = self.training
-        training.model.load_state_dict(self.reference.weights)
+        restore(training.model, self.reference.weights)
         with self._without_dropout():
             steps = differences(expected.steps, run_steps(training, windows, 1, expected.steps))
             advance(training, expected.steps[-1], 1, len(windows))

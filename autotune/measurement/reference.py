@@ -29,6 +29,7 @@ from autotune.measurement.runs import (
     copied,
     differences,
     kept,
+    restore,
     run_steps,
     run_windows,
 )
@@ -176,7 +177,7 @@ class Reference:
             if self._is_stateless and not updates:
                 self._reusable = training
         if self.weights:
-            training.model.load_state_dict(self.weights)
+            restore(training.model, self.weights)
         else:
             self.weights = copied(training.model.state_dict(), self._place)
         norms = batch_norms_evaluated(training.model) if evaluated_norms else nullcontext()

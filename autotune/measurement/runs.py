@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers, first_not_finite
-from autotune.measurement.sums import in_real_numbers, plain, products, read_products
+from autotune.measurement.sums import parts, plain, products, read_products
 from autotune.surgery.generators import random_state, seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window, fresh
@@ -49,9 +50,9 @@ class Run:
 
     steps: list[Step]
     parameters: dict[str, torch.Tensor]
-    """After the last update."""
+    """Those that are trained, after the last update."""
     moved: dict[str, float]
-    """Norm of the change of each parameter over all updates."""
+    """Norm of the change of each of them over all updates."""
     settings: Settings
     """After the last update."""
 
@@ -63,11 +64,12 @@ class Run:
 
 def run_windows(training: Training, windows: list[Window], seed: int, place: Place = None) -> Run:
     """Trains on the windows in turn, all random numbers drawn from `seed`. What is kept of it is kept in `place`."""
-    before = copied(dict(training.model.named_parameters()), place)
+    before = copied(_trained(training), place)
     # Not in a loop, whose variable would hold a window's gradients while the next one runs.
     steps = list(map(partial(kept, place=place), run_steps(training, windows, seed)))
     advance(training, None, seed, len(windows))
-    after = dict(training.model.named_parameters())
+    # Without those that came while it ran, which no optimizer has.
+    after = {name: parameter for name, parameter in _trained(training).items() if name in before}
     changes = read_products({name: products(before[name], after[name]) for name in after})
     moved = {name: math.sqrt(change.apart) for name, change in changes.items()}
     return Run(steps, copied(after, place), moved, optimizer_settings(training))
@@ -157,14 +159,15 @@ def _take_up(training: Training, teacher: Step) -> None:
         if wanted is None or parameter.grad is None:
             continue
         if parameter.grad.layout == torch.strided:
-            in_real_numbers(parameter.grad).copy_(wanted)
+            parameter.grad.copy_(torch.view_as_complex(wanted) if parameter.grad.is_complex() else wanted)
         else:
             parameter.grad = wanted.to(parameter.device, parameter.dtype).sparse_mask(parameter.grad.coalesce())
         if scale != 1.0:
             parameter.grad.mul_(scale)
     for name, buffer in training.model.named_buffers():
         wanted = teacher.buffers[name].to(buffer.device)
-        if not torch.equal(buffer, wanted):
+        # One of another shape, as where it holds what a micro-batch left, cannot be taken.
+        if buffer.shape == wanted.shape and not all(map(torch.equal, parts(buffer), parts(wanted))):
             buffer.copy_(wanted)
 
 
@@ -191,6 +194,18 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def restore(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Gives a model the weights. An expanded tensor, which nothing can write to, stays as `model_fn` made it."""
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    expanded = {name for name, tensor in own.items() if tensor.layout == torch.strided and _is_expanded(tensor)}
+    writable = {name: value for name, value in weights.items() if name not in expanded}
+    model.load_state_dict(writable if expanded else weights, strict=not expanded)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return not tensor.is_nested and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def copied(state: Mapping[str, Any], place: Place) -> dict[str, Any]:
@@ -247,12 +262,17 @@ class ParameterChange:
     """Relative distance of neighbouring numbers of the parameter's type."""
 
 
+def _trained(training: Training) -> dict[str, torch.Tensor]:
+    """Frozen ones may be large, sparse or of any type, and no update moves them."""
+    return {name: parameter for name, parameter in training.model.named_parameters() if parameter.requires_grad}
+
+
 def parameter_changes(reference: Run, training: Training) -> dict[str, ParameterChange]:
     """How far the training's trained parameters are from where the reference's updates led."""
     sums = {
         name: products(expected, parameter)
-        for name, parameter in training.model.named_parameters()
-        if parameter.requires_grad and in_real_numbers(expected := reference.parameters[name]).dtype.is_floating_point
+        for name, parameter in _trained(training).items()
+        if (expected := reference.parameters.get(name)) is not None
     }
     return {
         name: ParameterChange(

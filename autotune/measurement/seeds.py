@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autotune.measurement.runs import Place, Step, kept, run_steps
+from autotune.measurement.runs import Place, Step, kept, restore, run_steps
 from autotune.training.training import Training
 from autotune.training.windows import Window
 
@@ -75,7 +75,7 @@ def run_seeds(training: Training, weights: Mapping[str, Any], window: Window, se
     """
     means = Means()
     for seed in range(1, seeds + 1):
-        training.model.load_state_dict(weights)
+        restore(training.model, weights)
         (step,) = (kept(step, place) for step in run_steps(training, [window], seed))
         for name, gradient in step.gradients.items():
             means.gradients.setdefault(name, Mean()).add(gradient)

@@ -24,8 +24,24 @@ class Products(NamedTuple):
 
 
 def in_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as a view of its real and imaginary parts; any other as it is."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """A complex tensor as its real and imaginary parts; any other as it is.
+
+    In the same memory, but for one that is yet to be conjugated: what the gradient of a conjugate can be.
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors in real numbers that it is made of. A sparse one is left so: dense, it may fit nowhere."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), in_real_numbers(tensor.values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), in_real_numbers(tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), in_real_numbers(tensor.values())
+    return (in_real_numbers(tensor),)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -110,3 +110,20 @@ def test_the_first_that_is_not_finite_is_named() -> None:
     for value in (math.nan, math.inf, -math.inf):
         assert first_not_finite({"e": empty, **gradients(a=[1.0], b=None, c=[1.0, value], d=[value])}) == "c"
     assert first_not_finite({"e": empty, **gradients(a=[1.0], b=None)}) is None
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers_are_compared_as_they_are(layout: torch.layout) -> None:
+    def diagonal(scale: float, size: int = 3) -> torch.Tensor:
+        return (torch.eye(size) * scale).to_sparse(layout=layout)
+
+    reference = {"a": diagonal(2.0)}
+    assert compare_buffers(reference, {"a": diagonal(2.0)}) == {"a": 0.0}
+    assert compare_buffers(reference, {"a": diagonal(3.0)}) == {"a": pytest.approx(0.5)}
+    moved = diagonal(2.0).to_dense().roll(1, 0).to_sparse(layout=layout)
+    assert compare_buffers(reference, {"a": moved}) == {"a": 1.0}
+    assert compare_buffers(reference, {"a": diagonal(2.0, size=4)}) == {"a": 1.0}
+
+
+def test_a_buffer_of_another_shape_is_another() -> None:
+    assert compare_buffers({"a": torch.ones(2)}, {"a": torch.ones(8)}) == {"a": 1.0}

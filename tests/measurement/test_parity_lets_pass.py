@@ -386,6 +386,55 @@ class Grows(nn.Module):
         return self.inner(x)
 
 
+class Holds(Net):
+    """Holds something of a rare kind under a name, and does something with it at each call."""
+
+    def __init__(self, name: str, value: Any, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        if isinstance(value, nn.Parameter):
+            self.register_parameter(name, value)
+        else:
+            self.register_buffer(name, value)
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.use(self, x))
+
+
+def unused(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def late(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "late"):
+        model.late = nn.Parameter(torch.ones(1))
+    return x * model.late
+
+
+def of_the_conjugate(model: Any, x: torch.Tensor) -> torch.Tensor:
+    scale: torch.Tensor = torch.view_as_real(model.held.conj().resolve_conj()).sum()
+    return x * (1 + scale)
+
+
+@pytest.mark.parametrize(
+    ("value", "use"),
+    [
+        (torch.eye(4).to_sparse(), unused),
+        (torch.eye(4).to_sparse_csr(), unused),
+        (torch.eye(4, dtype=torch.complex64).conj(), unused),
+        (torch.ones(4).to(torch.float8_e4m3fn), unused),
+        (torch.ones(1).expand(4), unused),
+        (nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False), unused),
+        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), of_the_conjugate),
+        (torch.ones(1), late),
+    ],
+    ids=["sparse", "csr", "conjugated", "float8", "expanded", "frozen csr", "gradient of a conjugate", "late"],
+)
+def test_tensors_of_rare_kinds_pass(value: Any, use: Any) -> None:
+    functions = program(lambda: Holds("held", value, use), optimizer_fn=lambda m: torch.optim.SGD(m.parameters(), 0.01))
+    assert_passed(parity(functions, precision="bf16"))
+
+
 def test_buffers_may_come_and_grow() -> None:
     assert_passed(parity(program(Grows), precision="bf16"))
 
