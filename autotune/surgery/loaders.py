@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import io
+import pickle
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +24,7 @@ DEFAULT_BATCH_SIZE = 32
 DEFAULT_PREFETCH_FACTOR = 2
 """DataLoader's own, where it has workers."""
 
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _WORKER_ONLY = ("prefetch_factor", "timeout", "multiprocessing_context", "persistent_workers")
 
 
@@ -173,14 +178,39 @@ def _shards(datasets: tuple[Any, Any], worker_init_fn: Callable[[int], Any] | No
 
 
 def signature(sample: Any) -> Any:
-    """What tells a sample from others: the first values of its tensors or, where it has none, how it is shown."""
+    """What tells a sample from others: the first values of its tensors or, where it has none, how it is shown.
+
+    Text, the same for equal samples in any process: what is not a number counts as equal to itself.
+    """
     found = tuple(_values(tensor.detach()) for tensor in tensors(sample))
-    return found or repr(sample)
+    return found or _shown(sample)
 
 
-def _values(tensor: torch.Tensor) -> Any:
+def _values(tensor: torch.Tensor) -> str:
     plain = tensor.layout == torch.strided and not tensor.is_nested
-    return tuple(tensor.flatten()[:64].tolist()) if plain else repr(tensor)
+    return repr(tensor.flatten()[:64].tolist() if plain else tensor)
+
+
+def _shown(sample: Any) -> str:
+    """Where that tells only where an object lies, a digest of what it holds."""
+    try:
+        text = repr(sample)
+        return _digest(sample) if _ADDRESS.search(text) else text
+    except Exception:  # whatever objects of the user's raise that can be neither shown nor pickled
+        return type(sample).__name__
+
+
+class _Pickler(pickle.Pickler):
+    """Of tensors takes their values: as torch pickles them they tell where they lie."""
+
+    def persistent_id(self, item: Any) -> str | None:
+        return _values(item.detach()) if isinstance(item, torch.Tensor) else None
+
+
+def _digest(sample: Any) -> str:
+    pickled = io.BytesIO()
+    _Pickler(pickled).dump(sample)
+    return hashlib.sha256(pickled.getvalue()).hexdigest()
 
 
 def counted(loader: DataLoader[Any]) -> DataLoader[Any]:

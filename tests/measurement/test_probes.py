@@ -105,6 +105,38 @@ class Drawn(Sleepy):
         return torch.randn(WIDTH), torch.ones(1)
 
 
+class SeededByWorker(Sleepy):
+    """Drawn anew at each start of a worker, and fixed without one."""
+
+    def __getitem__(self, index):
+        worker = get_worker_info()
+        generator = torch.Generator().manual_seed(0 if worker is None else worker.seed)
+        return torch.randn(WIDTH, generator=generator), torch.ones(1)
+
+
+class Image:
+    """Shown by where it lies, as those of PIL are."""
+
+    def __init__(self, number, source=None):
+        self.pixels, self.source = torch.full((WIDTH,), float(number)), source
+
+
+class Images(Sleepy):
+    def __getitem__(self, index):
+        return Image(index)
+
+
+class Unpicklable(Sleepy):
+    """What its collate function leaves out cannot be sent."""
+
+    def __getitem__(self, index):
+        return Image(index, source=lambda: index)
+
+
+def pixels(images):
+    return torch.stack([image.pixels for image in images]), torch.ones(len(images), 1)
+
+
 @pytest.mark.parametrize("measure", [probe_loader, soak])
 def test_other_samples_in_workers_are_a_failure(measure):
     functions = program(data_fn=lambda: DataLoader(MissesInWorkers(), batch_size=4))
@@ -114,9 +146,20 @@ def test_other_samples_in_workers_are_a_failure(measure):
     assert (raised.value.kind, phases[-1]) == ("numerics", "loader")
 
 
-@pytest.mark.parametrize(("dataset", "own_workers"), [(Drawn, 0), (MissesInWorkers, 2)])
-def test_random_samples_and_the_users_own_workers_are_none(dataset, own_workers):
-    functions = program(data_fn=lambda: DataLoader(dataset(), batch_size=4, num_workers=own_workers))
+@pytest.mark.parametrize(
+    ("dataset", "own_workers", "collate"),
+    [
+        (Drawn, 0, None),
+        (SeededByWorker, 0, None),
+        (Images, 0, pixels),
+        (Unpicklable, 0, pixels),
+        (MissesInWorkers, 2, None),
+    ],
+)
+def test_random_samples_objects_and_the_users_own_workers_are_none(dataset, own_workers, collate):
+    functions = program(
+        data_fn=lambda: DataLoader(dataset(), batch_size=4, num_workers=own_workers, collate_fn=collate)
+    )
     asked = request("loader", num_workers=1, batch_size=4, block_seconds=0.01, minimum_blocks=1, maximum_blocks=1)
     assert probe_loader(functions, asked, lambda phase: None).num_workers == 1
 
