@@ -17,6 +17,8 @@ from autotune.options import SearchOptions
 PREFIX = "autotune-"
 MARK = "in-use"
 """A file that is locked as long as its directory is used. A directory that shall stay has none."""
+CLAIM = b"autotune removes this directory when no command uses it any more\n"
+"""What the mark says: somebody else's directory may have such names, and nothing else tells it from one of ours."""
 
 
 @contextmanager
@@ -46,9 +48,14 @@ def scratch(options: SearchOptions) -> Iterator[SearchOptions]:
 def _marked(directory: Path) -> Iterator[None]:
     """Locks the mark, which the operating system unlocks when this process is gone, whatever ended it."""
     unlocked = directory / f"{MARK}.new"
-    with unlocked.open("w") as file:
+    with unlocked.open("wb", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        unlocked.rename(directory / MARK)  # never seen without its lock
+        try:
+            file.write(CLAIM)
+            unlocked.rename(directory / MARK)  # never seen without its lock and its claim
+        except OSError:  # the disk is full: without a mark nobody would ever remove it
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         yield
 
 
@@ -58,6 +65,9 @@ def _remove_abandoned(parent: Path) -> None:
         with suppress(OSError):  # it went away meanwhile, or is not ours to touch
             if mark.parent.is_symlink() or mark.parent.stat().st_uid != os.getuid():
                 continue
-            with mark.open() as file:
+            # No link is followed, and no pipe waited for.
+            with open(os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(mark.parent)
+                unlinked = os.fstat(file.fileno()).st_nlink == 0  # its process let the directory stay meanwhile
+                if not unlinked and file.read(len(CLAIM) + 1) == CLAIM:
+                    shutil.rmtree(mark.parent)

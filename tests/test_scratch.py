@@ -88,3 +88,31 @@ def test_where_no_temporary_directory_can_be_used_it_is_told(monkeypatch: pytest
         scratch(SearchOptions()),
     ):
         pass
+
+
+def test_a_directory_of_somebody_else_is_left_alone_whatever_names_it_has(temporary: Path) -> None:
+    for name in ("named-alike", "pipe", "directory"):
+        (temporary / f"autotune-{name}").mkdir()
+    (temporary / "autotune-named-alike" / MARK).write_text("by me")
+    os.mkfifo(temporary / "autotune-pipe" / MARK)
+    (temporary / "autotune-directory" / MARK).mkdir()
+    before = names(temporary)
+    with scratch(SearchOptions()):
+        pass
+    assert names(temporary) == before
+
+
+def test_a_mark_that_cannot_be_written_leaves_nothing_behind(temporary: Path) -> None:
+    limited = (
+        "import resource, signal, tempfile; tempfile.gettempdir(); signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    )
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" + HOLD
+    ended = subprocess.run(
+        [sys.executable, "-c", limited],
+        check=False,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+    )
+    assert "File too large" in ended.stderr
+    assert names(temporary) == set()
