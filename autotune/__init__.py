@@ -5,9 +5,8 @@ The names below are imported when they are first used, so that `import autotune`
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+# Nothing is imported here, not even `typing`: the command hears Ctrl-C only once this module is there.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from autotune.api import fit, verify
     from autotune.errors import SearchInterrupted
@@ -25,9 +24,11 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+# Of what these bring along, each would be a time in which Ctrl-C is not heard.
 import os
 import signal
 import sys
-from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 INTERRUPTED = 130
 
@@ -35,8 +38,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _say() -> None:
-    with contextlib.suppress(OSError):  # stderr may be closed
+    try:  # noqa: SIM105 - contextlib takes as long to import as all of the above
         os.write(2, b"autotune: interrupted\n")
+    except OSError:  # stderr may be closed
+        pass
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import autotune
 
 INTERRUPTED_AT = """
 import os, signal, sys
@@ -34,6 +38,17 @@ def ended(module: str, before: str = "") -> subprocess.CompletedProcess[str]:
 def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     ran = ended(module)
     assert (ran.returncode, ran.stderr, ran.stdout) == (130, "autotune: interrupted\n", "")
+
+
+def test_next_to_nothing_is_imported_before_ctrl_c_is_heard() -> None:
+    script = "import sys; before = set(sys.modules); import autotune.__main__; print(*set(sys.modules) - before)"
+    root = Path(autotune.__file__).parents[1]
+    command = [sys.executable, "-S", "-c", script]  # without what an installed package imports at each start
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)}, check=True
+    )
+    assert "autotune.__main__" in ran.stdout.split()
+    assert not {"typing", "contextlib", "importlib", "re", "warnings"} & set(ran.stdout.split())
 
 
 def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
