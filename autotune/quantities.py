@@ -145,8 +145,9 @@ def format_ratio(ratio: float) -> str:
 
 
 def format_error(relative_error: float) -> str:
-    """A relative error as a percentage: `21 %`, `0.05 %`, `2e-05 %`, `0 %`."""
-    return f"{relative_error * 100:.2g} %"
+    """A relative error as a percentage: `170 %`, `21 %`, `0.05 %`, `2e-05 %`, `0 %`."""
+    percent = relative_error * 100
+    return f"{percent:.0f} %" if 99.5 <= percent < 1e6 else f"{percent:.2g} %"
 
 
 def format_share(share: float) -> str:

@@ -130,6 +130,7 @@ def test_rates_ratios_and_errors_are_written() -> None:
     ]  # fmt: skip
     assert [format_ratio(ratio) for ratio in (1.0, 1.857, 12.34)] == ["1.00x", "1.86x", "12.3x"]
     assert [format_error(error) for error in (0.0, 0.2134, 0.0005, 2e-7)] == ["0 %", "21 %", "0.05 %", "2e-05 %"]
+    assert [format_error(error) for error in (0.994, 0.996, 1.74, 2e9)] == ["99 %", "100 %", "174 %", "2e+11 %"]
 
 
 def test_a_seed_is_what_every_generator_takes() -> None:

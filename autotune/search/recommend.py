@@ -235,6 +235,8 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
     saves_memory = results.settings.objective == "memory"
     if best.config == results.baseline:
         if all(trial.config == results.baseline or trial.measurement is None for trial in results.trials):
+            if not results.space.varied:
+                return "Keep your settings: no knob that may be moved has another value here."
             return "Keep your settings for now: no other settings were measured to the end."
         aim = "needs at least 2 % less memory" if saves_memory else "is at least 2 % faster"
         return f"Keep your settings: nothing that was measured {aim} for certain."

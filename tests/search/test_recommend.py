@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from autotune.records import (
 )
 from autotune.search.answers import Results
 from autotune.search.recommend import Evidence, recommend
-from autotune.space import build_space
+from autotune.space import SearchSpace, build_space
 from tests.report.sample_records import measurement, parity, search_facts
 from tests.search.simulated_search import REFERENCE
 
@@ -87,8 +88,9 @@ def recommended(
     checked: dict[str, ParityResult | Failure] | None = None,
     objective: Literal["throughput", "memory"] = "throughput", train_samples: int | None = None,
     ceilings: tuple[Ceiling, ...] = (), warnings: tuple[str, ...] = (),
+    space: SearchSpace | None = None,
 ) -> Recommendation:  # fmt: skip
-    space = FREE if free else HELD
+    space = space or (FREE if free else HELD)
     conditions = Conditions(device="cuda", global_batch_size=None if free else 32)
     settings = Settings(
         objective=objective, budget_seconds=600, space="default", train_samples=train_samples, conditions=conditions
@@ -131,6 +133,12 @@ def test_the_ratio_is_that_of_paired_rounds_with_its_interval() -> None:
 def test_where_nothing_else_was_measured_the_verdict_says_so() -> None:
     trials = started().add(BF16, None, fails="timeout").add({}, 1000.0, round=0)
     assert recommended(trials).verdict == "Keep your settings for now: no other settings were measured to the end."
+
+
+def test_where_there_is_nothing_else_the_verdict_does_not_speak_of_later() -> None:
+    alone = dataclasses.replace(HELD, choices={name: (BASELINE[name],) for name in HELD.choices})
+    found = recommended(started(), space=alone)
+    assert found.verdict == "Keep your settings: no knob that may be moved has another value here."
 
 
 def test_a_gain_within_the_noise_is_no_gain() -> None:
