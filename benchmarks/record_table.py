@@ -80,9 +80,12 @@ def main() -> int:
     parser.add_argument("--memory-limit", type=parse_size)
     arguments = parser.parse_args()
     study = arguments.study or Path("autotune-study") / f"table-{arguments.name}"
-    study.mkdir(parents=True, exist_ok=True)
     space = arguments.space or HERE / "tables" / f"{Path(arguments.target).stem}.toml"
-    parts = read_parts(space)
+    try:
+        workload, parts = workload_from_target(arguments.target), read_parts(space)
+    except UserError as error:
+        parser.error(str(error))
+    study.mkdir(parents=True, exist_ok=True)
     options = SearchOptions(
         budget_seconds=arguments.seconds,
         strategy="exhaustive",
@@ -93,7 +96,7 @@ def main() -> int:
     )
     signal.signal(signal.SIGTERM, _interrupt)
     began = time.monotonic()
-    with interrupts_kept(), open_session(workload_from_target(arguments.target), options, QuietWatcher()) as opened:
+    with interrupts_kept(), open_session(workload, options, QuietWatcher()) as opened:
         opened.session.pace = PACE
         recording = Recording(
             opened.session, parts, arguments.out / f"{arguments.name}.jsonl.gz", command_of(arguments, space)

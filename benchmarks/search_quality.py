@@ -300,6 +300,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    if unknown := set(arguments.strategies.split(",")) - set(STRATEGIES):
+        parser.error(f"there is no strategy {', '.join(sorted(unknown))}; there are {', '.join(STRATEGIES)}")
+    if min(arguments.seeds, arguments.jobs) < 1:
+        parser.error("--seeds and --jobs are at least 1")
+    for path in arguments.tables:  # all, before hours go into the first
+        try:
+            read_table(path)
+        except ValueError as error:
+            parser.error(str(error))
     os.environ["OMP_NUM_THREADS"] = "1"  # a search is small, and there are as many as cores
     began = time.monotonic()
     runs: list[Run] = []
