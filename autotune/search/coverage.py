@@ -37,8 +37,13 @@ def other_settings(
     )
     if results.settings.strategy == "exhaustive":
         return (*tried, *skipped)
-    told = {name.strip() for sentence in skipped for name in sentence.partition(":")[0].split(",")}
+    told = {name for sentence in skipped for name in knobs_told_of(sentence)}
     return (*tried, *skipped, *_untried(results, chosen, [k for k in searched if k.name not in told], short_of))
+
+
+def knobs_told_of(sentence: str) -> frozenset[str]:
+    """The names before the colon of what a stage says of knobs that it left alone."""
+    return frozenset(name.strip() for name in sentence.partition(":")[0].split(","))
 
 
 # --- what was tried ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
 from autotune.records import Trial
 from autotune.search.compute import gains_too_little
+from autotune.search.coverage import knobs_told_of
 from autotune.search.loader import IDLE_SHARE, loader_share
 from autotune.search.prune import prune
 from autotune.search.session import Session
@@ -31,7 +32,7 @@ def explore(session: Session) -> int:
     measured = 0
     for config in session.study.interrupted:
         if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
-            session.measure(config, "explore")
+            _measure(session, config)
             measured += 1
     return measured + _run_proposals(session, refuse=_not_worth_it, ended=_saturated, then=_pruned)
 
@@ -71,8 +72,16 @@ def _run_proposals(
             refused += 1
             continue
         refused = 0
-        measured += 1 + then(session, session.measure(config, "explore"))
+        measured += 1 + then(session, _measure(session, config))
     return measured
+
+
+def _measure(session: Session, config: TrainingConfig) -> Trial:
+    """Runs a point. What a stage said of a knob that it left alone holds no more where a new value of it is tried."""
+    new = {name for name in session.space.varied if all(one.config[name] != config[name] for one in session.trials)}
+    for key in [key for key, sentence in session.skipped.items() if new & knobs_told_of(sentence)]:
+        del session.skipped[key]
+    return session.measure(config, "explore")
 
 
 def _not_worth_it(session: Session, config: TrainingConfig) -> str | None:

@@ -44,6 +44,14 @@ def test_nothing_to_vary_is_no_endless_loop(new_directory: NewDirectory) -> None
         assert explore(session) == 0
 
 
+def test_what_was_said_of_a_knob_holds_until_a_new_value_of_it_is_tried(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(CPU.program, CPU.facts, new_directory(), budget_seconds=1e6, only=("optimizer_impl",))
+    with search.begun() as session:
+        session.skipped.update({"loader": "num_workers, optimizer_impl: not moved", "other": "num_workers: not moved"})
+        explore(session)
+        assert session.skipped == {"other": "num_workers: not moved"}
+
+
 def test_no_more_trials_than_allowed(new_directory: NewDirectory) -> None:
     search = SimulatedSearch(CPU.program, CPU.facts, new_directory(), budget_seconds=1e6, trials=4)
     with search.begun() as session:
