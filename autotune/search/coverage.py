@@ -51,11 +51,7 @@ def knobs_told_of(sentence: str) -> frozenset[str]:
 
 def _not_taken(results: Results, chosen: TrainingConfig) -> Iterator[str]:
     """Of each configuration that took part in the confirmation beside the answer, how it did there."""
-    failed = {trial.config for trial in results.trials if trial.failure is not None}
-    took_part = dict.fromkeys(t.config for t in results.trials if t.round is not None and t.config not in failed)
-    for config in took_part:
-        if config in (chosen, results.baseline) or not results.keeps_the_batch(config):
-            continue
+    for config in _confirmed_beside(results, chosen):
         speedup = results.answer(config).speedup
         low, high = speedup.interval
         ends = "spread not seen" if high >= NO_UPPER_END else f"{format_ratio(low)} to {format_ratio(high)}"
@@ -66,12 +62,24 @@ def _not_taken(results: Results, chosen: TrainingConfig) -> Iterator[str]:
         )
 
 
+def _confirmed_beside(results: Results, chosen: TrainingConfig) -> list[TrainingConfig]:
+    """What took part in the confirmation beside the answer and the baseline, and ran to its end."""
+    failed = {trial.config for trial in results.trials if trial.failure is not None}
+    took_part = dict.fromkeys(t.config for t in results.trials if t.round is not None and t.config not in failed)
+    return [one for one in took_part if one not in (chosen, results.baseline) and results.keeps_the_batch(one)]
+
+
 def _left_out(results: Results, chosen: TrainingConfig, knob: Knob) -> Iterator[str]:
-    """The knob's values that ran and were not taken, those that came closest first, such as `precision=bf16 (0.99x)`."""
+    """The knob's values that ran and were not taken, those that came closest first, such as `precision=bf16 (0.99x)`.
+
+    Not one that was confirmed by itself: that is told with its figure, and two that differ would be one too many.
+    """
+    confirmed = _confirmed_beside(results, chosen)
     kept = [t for t in results.trials if t.round is None and _keeps_the_batch(results, t.config)]
     values = dict.fromkeys(trial.config[knob.name] for trial in kept)
     own = (chosen[knob.name], results.baseline[knob.name])
     seen = [(_gain(results, chosen, knob, value), value) for value in values if value not in own]
+    seen = [one for one in seen if results.baseline.replace({knob.name: one[1]}) not in confirmed]
     seen.sort(key=lambda one: -1.0 if one[0] is None else one[0], reverse=True)
     for gain, value in seen[:VALUES_SHOWN]:
         yield f"{settings_text({knob.name: value})} ({_outcome(results, knob, value, gain)})"

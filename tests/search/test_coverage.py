@@ -88,6 +88,14 @@ def test_what_was_confirmed_and_not_taken_is_told_with_its_interval() -> None:
     )
 
 
+def test_what_was_confirmed_by_itself_is_told_with_that_figure_alone() -> None:
+    once = started().add(BF16, 1660.0)
+    assert any("left out: precision=bf16" in one for one in recommended(once).other_settings)
+    again = recommended(started().add(BF16, 1660.0).rounds(BF16, [910], [1000])).other_settings
+    told = [one.partition(":")[0] for one in again if "bf16" in one]
+    assert told == ["measured again beside your settings, and not taken"]
+
+
 def test_an_interrupted_search_says_what_it_had_not_come_to(new_directory: NewDirectory) -> None:
     search = SimulatedSearch(TABLES.program, TABLES.facts, new_directory())
     search.machine.interrupt_at = 5
