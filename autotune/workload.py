@@ -9,8 +9,8 @@ import importlib.util
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from autotune.caller_settings import put_in_force, settings_of_this_process
+from autotune.config import Value
 from autotune.errors import WorkloadError
 from autotune.records import WorkloadReference
 from autotune.sources import file_text, sources
@@ -56,6 +58,8 @@ class Workload:
     payload: bytes | None = None
     search_path: tuple[str, ...] = ()
     source_hash: str = ""
+    settings: Mapping[str, Value] = field(default_factory=dict)
+    """What the process that handed over the functions has set in torch; none for a file or module, which sets its own."""
 
     def reference(self) -> WorkloadReference:
         """The part that a result keeps."""
@@ -233,21 +237,22 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
     ]
     source_hash = _hash_text("\n".join(dict.fromkeys(texts)))
     search_path = tuple(entry or os.getcwd() for entry in sys.path)
+    settings = settings_of_this_process()
     if by_name:
         names = {role: f"{function.__module__}:{function.__qualname__}" for role, function in functions.items()}
-        return Workload("module", names["model_fn"].split(":")[0], names, None, search_path, source_hash)
+        return Workload("module", names["model_fn"].split(":")[0], names, None, search_path, source_hash, settings)
     try:
         payload = cloudpickle.dumps(functions)
     except Exception as error:  # user objects raise anything when they are pickled
-        return _workload_from_main_script(functions, search_path, source_hash, f"{type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {error}"
+        return replace(_workload_from_main_script(functions, search_path, source_hash, why), settings=settings)
     if len(payload) > MAXIMUM_PICKLE_BYTES:
         size = f"{len(payload) / 2**20:.0f} MiB, more than {MAXIMUM_PICKLE_BYTES // 2**20} MiB"
-        return _workload_from_main_script(
-            functions, search_path, source_hash, f"they and what they refer to take {size}"
-        )
+        why = f"they and what they refer to take {size}"
+        return replace(_workload_from_main_script(functions, search_path, source_hash, why), settings=settings)
     names = {role: getattr(function, "__name__", role) for role, function in functions.items()}
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Workload("value", main_file or "notebook", names, payload, search_path, source_hash)
+    return Workload("value", main_file or "notebook", names, payload, search_path, source_hash, settings)
 
 
 def _importable(function: Callable[..., Any]) -> bool:
@@ -277,10 +282,17 @@ def _workload_from_main_script(
 
 
 def load_functions(workload: Workload) -> UserFunctions:
-    """The functions, imported or unpickled in this process. Only a child or `build` calls this.
+    """The functions, imported or unpickled in this process, with what their caller set in torch. Only a child or `build`
+    calls this.
 
     Raises `WorkloadError` where the file lacks one; whatever the user's module raises at import passes through.
     """
+    functions = _imported(workload)
+    put_in_force(workload.settings)
+    return functions
+
+
+def _imported(workload: Workload) -> UserFunctions:
     for entry in reversed(workload.search_path):
         if entry not in sys.path:
             sys.path.insert(0, entry)

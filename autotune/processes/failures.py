@@ -51,6 +51,7 @@ _SPELLINGS = (
     _spelling("device_oom", r"no valid (cudnn )?(algorithm|engine|execution plan)", only_near_ceiling=True),
     _spelling("host_oom", r"DefaultCPUAllocator|not enough memory: you tried to allocate|std::bad_alloc"),
     _spelling("host_oom", r"\[Errno 12\]|cannot allocate memory( \(12\)|$)"),
+    _spelling("host_oom", r"could not (create|execute) a primitive$|could not create a memory object$"),  # oneDNN
     _spelling("compile_error", r"torch\.compile with aot_autograd|compiled with non-empty donated buffers"),
     _spelling("cuda_error", r"(CUDA|HIP)( driver)? error|Triton Error \[|device-side assert|C(U\w+|UDNN)_STATUS_"),
     _spelling("cuda_error", r"CUFFT_\w+|unable to find (a valid|an) (cudnn )?(algorithm|engine)"),

@@ -245,8 +245,11 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
     faster = f"{best.speedup.value:.2f} times the speed (95 % interval {low:.2f} to {high:.2f})"
     if saves_memory:
         share = best.peak_allocated_bytes / max(1, baseline.peak_allocated_bytes)
-        return f"Use {changes}: {format_share(share)} of the peak memory, at {faster}."
-    return f"Use {changes}: {faster}."
+        faster = f"{format_share(share)} of the peak memory, at {faster}"
+    if best.confirmed_rounds == 0:
+        return f"So far, and not confirmed: {changes}: {faster}."
+    once = "; measured again once" if best.confirmed_rounds == 1 else ""
+    return f"Use {changes}: {faster}{once}."
 
 
 def _growth(measurement: Measurement) -> tuple[str, ...]:

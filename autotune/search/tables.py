@@ -16,7 +16,7 @@ DATABASE_NAME = "study.db"
 OLD_NAME = "study.db.old"
 NAME_PREFIX = "autotune"
 """With which the names of our Optuna studies begin; the workload's identity follows."""
-INSTEAD = "choose another --study, or pass --fresh to start over"
+INSTEAD = "choose another --study (study=), or pass --fresh (fresh=True) to start over"
 """What to do where a directory's study cannot be used."""
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a write waits for whoever else reads the file, such as a dashboard."""
@@ -182,7 +182,9 @@ def refuse_others(directory: Path, tables: StudyTables, workload: str, machine_i
     """Raises `StudyError` where the file holds a study of another workload or machine."""
     for name in tables.study_names():
         if not name.startswith(f"{NAME_PREFIX}-{workload}-"):
-            raise StudyError(f"{directory} holds a study of another workload; {INSTEAD}")
+            raise StudyError(
+                f"{directory} holds a study of another workload (its functions, or what they make, differ); {INSTEAD}"
+            )
         if tables.state(name, "machine_identity") not in (None, machine_identity):
             raise StudyError(f"{directory} holds a study made on another machine; {INSTEAD}")
 

@@ -49,6 +49,7 @@ TRITON_RESOURCES = "out of resource: shared memory, Required: 262144, Hardware l
         (RuntimeError("This backward function was compiled with non-empty donated buffers"), "compile_error"),
         (MemoryError(), "host_oom"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"), "host_oom"),
+        (RuntimeError("could not execute a primitive"), "host_oom"),
         (RuntimeError("std::bad_alloc"), "host_oom"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "host_oom"),
         (RuntimeError("unable to mmap 64 bytes from file </torch_1_2>: Cannot allocate memory (12)"), "host_oom"),

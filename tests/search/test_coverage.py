@@ -48,7 +48,7 @@ def test_what_was_tried_and_left_out_is_told_with_what_it_gave(new_directory: Ne
     found = run_search(program, FACTS, new_directory(), only=("precision", "compile_mode")).recommendation
     assert found.keep
     assert found.other_settings == (
-        "tried, and left out: precision=bf16 (0.50x), compile_mode=default (compile_error)",
+        "tried, and left out (against what is used in its place): precision=bf16 (0.50x), compile_mode=default (compile_error)",
     )
 
 
@@ -66,7 +66,9 @@ def test_workers_that_do_not_help_a_step_that_waits_are_no_cure(new_directory: N
     assert kept.bottleneck == "loader"
     assert "tried against that, without a certain gain: num_workers" in kept.best.reasons
     assert not any("what helps" in reason for reason in kept.best.reasons)
-    assert "num_workers=2 (1.00x)" in starting(kept.other_settings, "tried, and left out: ")
+    assert "num_workers=2 (1.00x)" in starting(
+        kept.other_settings, "tried, and left out (against what is used in its place): "
+    )
 
 
 def test_what_only_saves_memory_is_not_tried_where_there_is_enough(new_directory: NewDirectory) -> None:

@@ -1,0 +1,66 @@
+"""What a caller set in torch holds in its trials: read without importing torch, put in force where it differs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.caller_settings import put_in_force, settings_of_this_process
+from autotune.config import TrainingConfig
+from autotune.processes.pool import TrialPool
+from autotune.records import Conditions, TrialRequest
+from autotune.workload import workload_from_functions
+
+OTHERS = {
+    "threads": 3, "default_dtype": "float64", "float32_matmul_precision": "high", "cudnn.allow_tf32": False,
+    "cudnn.benchmark": True, "deterministic_algorithms": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _settings_restored() -> Iterator[None]:
+    before = settings_of_this_process()
+    yield
+    put_in_force(before)
+
+
+def test_settings_that_differ_are_put_in_force() -> None:
+    assert settings_of_this_process().keys() == OTHERS.keys()
+    put_in_force(OTHERS)
+    assert settings_of_this_process() == OTHERS
+
+
+def test_where_torch_is_not_imported_nothing_was_set() -> None:
+    program = "import sys, autotune.caller_settings as it; print(it.settings_of_this_process(), 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert told == "{} False\n"
+
+
+@pytest.mark.parametrize("start_method", ["fork", "fresh"])
+def test_they_hold_in_the_trials_of_functions_that_were_handed_over(tmp_path: Path, start_method: str) -> None:
+    put_in_force({"threads": 3, "default_dtype": "float64", "float32_matmul_precision": "high"})
+
+    def model_fn() -> torch.nn.Module:
+        return torch.nn.Linear(4, 1)
+
+    def data_fn() -> list[torch.Tensor]:
+        return list(torch.ones(64, 4))
+
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen = torch.get_num_threads(), torch.get_float32_matmul_precision(), model.weight.dtype, batch.dtype
+        assert seen == (3, "high", torch.float64, torch.float64), seen
+        return model(batch).square().mean()
+
+    workload = workload_from_functions({"model_fn": model_fn, "data_fn": data_fn, "loss_fn": loss_fn})
+    request = TrialRequest(
+        kind="facts", config=TrainingConfig({}), conditions=Conditions(device="cpu", global_batch_size=None)
+    )
+    with TrialPool(workload, tmp_path, start_method=start_method) as pool:
+        answer = pool.run(request)
+    assert answer.failure is None, answer.failure
+    assert answer.facts is not None and answer.facts.process_settings["torch_threads"] == 3
