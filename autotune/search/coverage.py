@@ -33,7 +33,7 @@ def other_settings(
     left_out = [text for knob in searched for text in _left_out(results, chosen, knob)]
     tried = (
         *_not_taken(results, chosen),
-        *((f"tried, and left out: {', '.join(left_out)}",) if left_out else ()),
+        *((f"tried, and left out, against what is used instead: {', '.join(left_out)}",) if left_out else ()),
     )
     if results.settings.strategy == "exhaustive":
         return (*tried, *skipped)

@@ -48,7 +48,7 @@ def test_what_was_tried_and_left_out_is_told_with_what_it_gave(new_directory: Ne
     found = run_search(program, FACTS, new_directory(), only=("precision", "compile_mode")).recommendation
     assert found.keep
     assert found.other_settings == (
-        "tried, and left out (against what is used in its place): precision=bf16 (0.50x), compile_mode=default (compile_error)",
+        "tried, and left out, against what is used instead: precision=bf16 (0.50x), compile_mode=default (compile_error)",
     )
 
 
@@ -67,7 +67,7 @@ def test_workers_that_do_not_help_a_step_that_waits_are_no_cure(new_directory: N
     assert "tried against that, without a certain gain: num_workers" in kept.best.reasons
     assert not any("what helps" in reason for reason in kept.best.reasons)
     assert "num_workers=2 (1.00x)" in starting(
-        kept.other_settings, "tried, and left out (against what is used in its place): "
+        kept.other_settings, "tried, and left out, against what is used instead: "
     )
 
 
@@ -92,7 +92,7 @@ def test_what_was_confirmed_and_not_taken_is_told_with_its_interval() -> None:
 
 def test_what_was_confirmed_by_itself_is_told_with_that_figure_alone() -> None:
     once = started().add(BF16, 1660.0)
-    assert any("left out: precision=bf16" in one for one in recommended(once).other_settings)
+    assert any("used instead: precision=bf16" in one for one in recommended(once).other_settings)
     again = recommended(started().add(BF16, 1660.0).rounds(BF16, [910], [1000])).other_settings
     told = [one.partition(":")[0] for one in again if "bf16" in one]
     assert told == ["measured again beside your settings, and not taken"]
