@@ -505,6 +505,8 @@ class Answer(Record):
     reserved_bytes: int | None
     compile_seconds: float
     """Cold first step beyond the baseline's."""
+    compile_was_cached: bool = False
+    """In every process that ran it: `compile_seconds` is then less than a first run pays."""
     compile_pays_after_steps: int | None
     """Optimizer steps after which the time saved exceeds `compile_seconds`; None where nothing is saved."""
     training_hours: float | None = None

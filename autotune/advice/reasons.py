@@ -103,7 +103,8 @@ def _rounding_price(answer: Answer, names: list[str]) -> tuple[str, ...]:
 def _compile_price(answer: Answer) -> tuple[str, ...]:
     if answer.compile_seconds < NOTICEABLE_COMPILE_SECONDS:
         return ()
-    cold = f"the first step takes {format_duration(answer.compile_seconds)} longer where nothing is cached"
+    at_least = "at least " if answer.compile_was_cached else ""
+    cold = f"the first step takes {at_least}{format_duration(answer.compile_seconds)} longer where nothing is cached"
     if answer.compile_pays_after_steps is None:
         return (f"{cold}, which no number of steps pays back",)
     return (f"{cold}, paid back after {answer.compile_pays_after_steps:,} steps",)

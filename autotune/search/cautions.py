@@ -15,6 +15,10 @@ NOTABLE_MOVE = 1 + 4 * PROCESS_SPREAD
 """Two measurements of the same settings that are further apart than this, and than both their intervals, want a reason."""
 
 
+REFUTED = 1.5
+"""A first measurement that its confirmation differs from by so much was one of something else."""
+
+
 def few_rounds(results: Results, named: Mapping[str, TrainingConfig], more: str) -> tuple[str, ...]:
     """The warning where configurations were measured beside the baseline once at most. `more` says how to know better."""
     counts = {whose: len(results.round_pairs(config)) for whose, config in named.items() if config != results.baseline}
@@ -41,6 +45,27 @@ def moved(results: Results, config: TrainingConfig, whose: str) -> tuple[str, ..
         f"{whose} ran at {format_rate(slow.samples_per_second)} samples/s in one measurement and at "
         f"{format_rate(fast.samples_per_second)} in another, {more} more, which is further apart than either spreads: other "
         "work on this machine? What differs by less than that is not certain",
+    )
+
+
+def refuted(results: Results) -> bool:
+    """Whether the user's own program ran at quite another speed when it was measured again: what the search saw of it first
+    explains nothing then."""
+    first, rounds = results.first_measurement(results.baseline), results.measurements(results.baseline, rounds=True)
+    if first is None or not rounds:
+        return False
+    samples, seconds = (sum(sum(getattr(one.blocks, name)) for one in rounds) for name in ("samples", "seconds"))
+    change = samples / seconds / first.samples_per_second
+    return max(change, 1 / change) > REFUTED
+
+
+def refutation(results: Results) -> tuple[str, ...]:
+    """The warning for that."""
+    if not refuted(results):
+        return ()
+    return (
+        "the search compared with a measurement of your program that did not hold when it was repeated, so what is told of "
+        "other settings may be wrong: search again with --fresh (fresh=True) on an idle machine",
     )
 
 

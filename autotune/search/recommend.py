@@ -24,7 +24,7 @@ from autotune.records import (
     WorkloadReference,
 )
 from autotune.search.answers import Results
-from autotune.search.cautions import few_rounds, moved
+from autotune.search.cautions import few_rounds, moved, refutation, refuted
 from autotune.search.coverage import ShortOf, other_settings, tried_knobs
 from autotune.stats import ratio_from_intervals
 
@@ -57,7 +57,8 @@ def recommend(evidence: Evidence) -> Recommendation:
     baseline, best, free = results.answer(results.baseline), results.best(), results.free_batch()
     as_it_is = results.first_measurement(results.baseline)
     assert as_it_is is not None
-    cause = bottleneck(as_it_is, device=facts.device, limit_bytes=evidence.memory_limit_bytes)
+    limit_bytes = evidence.memory_limit_bytes
+    cause = None if refuted(results) else bottleneck(as_it_is, device=facts.device, limit_bytes=limit_bytes)
     keep = best.config == results.baseline
     failures = [trial.failure for trial in results.trials if trial.failure is not None]
     return Recommendation(
@@ -104,7 +105,13 @@ def _explained(
     saved = answer.effective_batch_size * (1 / baseline.samples_per_second - 1 / answer.samples_per_second)
     pays = math.ceil(seconds / saved) if saved > 0 and seconds > 0 else None
     answer = _with_hours(evidence, answer, seconds)
-    answer = answer.model_copy(update={"compile_seconds": seconds, "compile_pays_after_steps": pays})
+    answer = answer.model_copy(
+        update={
+            "compile_seconds": seconds,
+            "compile_was_cached": _was_cached(results, answer.config),
+            "compile_pays_after_steps": pays,
+        }
+    )
     why = list(reasons(answer.config, results.baseline, results.trials, evidence.knobs))
     if cause is not None:
         movable = [knob for knob in evidence.knobs if knob.name in results.space.varied]
@@ -125,6 +132,7 @@ def _uncertain(results: Results, best: Answer, free: Answer | None) -> tuple[str
     return (
         *few_rounds(results, answers, more),
         *moved(results, results.baseline, "your own program"),
+        *refutation(results),
         *(moved(results, best.config, "the recommendation") if best.config != results.baseline else ()),
     )
 
@@ -169,9 +177,13 @@ def _compile_seconds(results: Results, config: TrainingConfig) -> float:
 
 def _cached(results: Results, config: TrainingConfig) -> tuple[str, ...]:
     """The warning where every compilation of it was found in the compiler's cache."""
-    if all(one.compile_was_cached for one in _all_measurements(results, config)):
+    if _was_cached(results, config):
         return ("the compiler's output was in its cache: where it is not, the first step takes longer than is told",)
     return ()
+
+
+def _was_cached(results: Results, config: TrainingConfig) -> bool:
+    return all(one.compile_was_cached for one in _all_measurements(results, config))
 
 
 def _compiled_piecemeal(results: Results, config: TrainingConfig) -> tuple[str, ...]:

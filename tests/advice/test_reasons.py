@@ -130,6 +130,10 @@ def test_a_cold_compile_is_told_with_the_steps_that_pay_it_back() -> None:
     assert "21 s longer where nothing is cached, which no number of steps pays back" in priced(
         compile_seconds=21.3, compile_pays_after_steps=None
     )
+    assert (
+        "the first step takes at least 21 s longer where nothing is cached, which no number of steps pays back"
+        in priced(compile_was_cached=True, compile_seconds=21.3, compile_pays_after_steps=None)
+    )
 
 
 def test_more_memory_is_told() -> None:

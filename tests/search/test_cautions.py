@@ -53,3 +53,13 @@ def test_what_processes_usually_differ_by_is_no_move() -> None:
 def test_measurements_that_spread_as_much_themselves_are_no_move() -> None:
     wide = Trials().add({}, 1000.0, interval=(800.0, 1200.0)).rounds(BF16, [1900, 1910], [1199, 1198])
     assert not warned(recommended(wide), "your own program")
+
+
+def test_a_first_measurement_that_did_not_hold_explains_nothing() -> None:
+    """86 samples/s while something else ran, 2,400 when it was measured again."""
+    held = recommended(Trials().add({}, 1000.0, device_lag_share=0.9).rounds(BF16, [1600, 1610], [1100, 1105]))
+    assert held.bottleneck == "compute"
+    refuted = recommended(Trials().add({}, 1000.0, device_lag_share=0.9).rounds(BF16, [2500, 2510], [2400, 2405]))
+    assert refuted.bottleneck is None
+    assert warned(refuted, "the search compared with a measurement of your program that did not hold")
+    assert not warned(held, "the search compared with")
