@@ -14,7 +14,7 @@ from autotune.config import TrainingConfig
 from autotune.errors import NoAnswerError, SearchInterrupted, UserError
 from autotune.export.json import export
 from autotune.options import CheckReport, MemoryReport, SearchOptions, VerifyOutcome, VerifyReport
-from autotune.records import Probe, Recommendation, Trial
+from autotune.records import Probe, Recommendation, Trial, WorkloadReference
 from autotune.result import TuningResult
 from autotune.search.watcher import SearchWatcher
 from autotune.workload import Workload
@@ -241,6 +241,16 @@ def test_show_shows_a_result_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_export_prints_the_form_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(RecordedApi(), "export", "best.json", "--to", "json") == 0
     assert capsys.readouterr().out == export(recommendation())
+
+
+def test_a_script_that_lacks_functions_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    api = RecordedApi()
+    by_value = WorkloadReference(form="value", location="notebook", names={"model_fn": "net"}, source_hash="")
+    api.loaded = recommendation(reference=by_value)
+    assert outcome(api, "export", "best.json", "--to", "python") == 0
+    printed = capsys.readouterr()
+    assert "# PASTE HERE the definitions of model_fn." in printed.out
+    assert printed.err == "autotune: the script lacks model_fn, which no file defines: put them where it says so\n"
 
 
 def test_the_forms_are_the_public_modules_of_the_export_package(capsys: pytest.CaptureFixture[str]) -> None:
