@@ -18,6 +18,7 @@ from autotune.records import Probe, Recommendation, Trial, WorkloadReference
 from autotune.result import TuningResult
 from autotune.search.watcher import SearchWatcher
 from autotune.workload import Workload
+from tests.export.test_python import gpu_recommendation
 from tests.report.sample_records import ceiling, recommendation, search_facts, trial, verify_report
 
 
@@ -246,7 +247,10 @@ def test_export_prints_the_form_and_nothing_else(capsys: pytest.CaptureFixture[s
 def test_a_script_that_lacks_functions_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     api = RecordedApi()
     by_value = WorkloadReference(form="value", location="notebook", names={"model_fn": "net"}, source_hash="")
-    api.loaded = recommendation(reference=by_value)
+    found, config = gpu_recommendation()
+    api.loaded = found.model_copy(
+        update={"reference": by_value, "best": found.best.model_copy(update={"config": config})}
+    )
     assert outcome(api, "export", "best.json", "--to", "python") == 0
     printed = capsys.readouterr()
     assert "# PASTE HERE the definitions of model_fn." in printed.out
