@@ -136,7 +136,8 @@ def test_a_study_of_another_program_is_refused(story: Story) -> None:
         (story.directory / "tiny.py").write_text(TINY_PROGRAM)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
-        "autotune: error: here holds a study of another workload; choose another --study, or pass --fresh to start over"
+        "autotune: error: here holds a study of another workload (its functions, or what they make, differ); choose another "
+        "--study (study=), or pass --fresh (fresh=True) to start over"
     )
 
 
