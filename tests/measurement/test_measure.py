@@ -261,10 +261,10 @@ def test_resident_steps_are_given_their_batches_as_they_were() -> None:
 
 def test_a_schedule_that_ends_before_the_trial_does_not_end_it() -> None:
     def scheduler_fn(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
 
     result = measured(program(scheduler_fn=scheduler_fn), minimum_blocks=3, maximum_blocks=3)
-    assert result.warmup_steps + sum(result.blocks.steps) > 12
+    assert result.warmup_steps + sum(result.blocks.steps) > 4
 
 
 class SlowSgd(torch.optim.SGD):
