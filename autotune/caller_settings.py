@@ -9,12 +9,12 @@ from typing import Any
 from autotune.config import Value
 
 _READ: Mapping[str, Callable[[Any], Value]] = {
-    "threads": lambda torch: torch.get_num_threads(),
-    "default_dtype": lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
     "float32_matmul_precision": lambda torch: torch.get_float32_matmul_precision(),
-    "cudnn.allow_tf32": lambda torch: torch.backends.cudnn.allow_tf32,
-    "cudnn.benchmark": lambda torch: torch.backends.cudnn.benchmark,
+    "cudnn_allow_tf32": lambda torch: bool(torch.backends.cudnn.allow_tf32),
+    "cudnn_benchmark_set": lambda torch: bool(torch.backends.cudnn.benchmark),
     "deterministic_algorithms": lambda torch: torch.are_deterministic_algorithms_enabled(),
+    "torch_threads": lambda torch: torch.get_num_threads(),
+    "default_dtype": lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
 }
 
 
@@ -32,15 +32,17 @@ def put_in_force(settings: Mapping[str, Value]) -> None:
     import torch
 
     write: dict[str, Callable[[Any], None]] = {
-        "threads": torch.set_num_threads,
-        "default_dtype": lambda value: torch.set_default_dtype(getattr(torch, value)),
         "float32_matmul_precision": torch.set_float32_matmul_precision,
-        "cudnn.allow_tf32": lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
-        "cudnn.benchmark": lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+        "cudnn_allow_tf32": lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
+        "cudnn_benchmark_set": lambda value: setattr(torch.backends.cudnn, "benchmark", value),
         "deterministic_algorithms": torch.use_deterministic_algorithms,
+        "torch_threads": torch.set_num_threads,
+        "default_dtype": lambda value: torch.set_default_dtype(getattr(torch, value)),
     }
     for name, value in settings.items():
-        if name == "threads" or _read(torch, name) != value:  # while a server prepares, threads are told otherwise
+        if (
+            name == "torch_threads" or _read(torch, name) != value
+        ):  # while a server prepares, threads are told otherwise
             write[name](value)
 
 

@@ -277,10 +277,9 @@ def _show_study(arguments: argparse.Namespace, load_api: LoadApi) -> int:
 def _export(arguments: argparse.Namespace, load_api: LoadApi) -> int:
     recommendation = load_api().load(arguments.result).recommendation
     exporter = importlib.import_module(f"autotune.export.{arguments.form}")
-    exported = exporter.export(recommendation)
-    print(exported, end="")
-    if any(line.startswith("# PASTE HERE") for line in exported.splitlines()):
-        roles = ", ".join(recommendation.reference.names)
+    print(exporter.export(recommendation), end="")
+    if missing := exporter.missing_functions(recommendation):
+        roles = ", ".join(missing)
         print(f"autotune: the script lacks {roles}, which no file defines: put them where it says so", file=sys.stderr)
     return ANSWER
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.quantities import format_bytes
-from autotune.records import MemoryMarks
+from autotune.records import Conditions, MachineFacts, MemoryMarks
 
 LEAK_BYTES_PER_STEP = 16 * 2**10
 """Growth below this is the allocator's or the interpreter's own."""
@@ -15,6 +15,15 @@ def leak(growth_bytes_per_step: float) -> str:
         return ""
     grown = f"memory grows by {growth_bytes_per_step / 2**20:.2f} MiB with every step"
     return f"{grown}: something keeps tensors of past steps (a leak)"
+
+
+def limit_bytes(conditions: Conditions, machine: MachineFacts) -> int | None:
+    """What a trial may use: the limit that was asked for, or the card; on CPU only the former."""
+    asked = conditions.memory_limit_bytes
+    if conditions.device == "cpu":
+        return asked
+    card = machine.gpus[0].total_bytes
+    return card if asked is None else min(asked, card)
 
 
 def misfit(memory: MemoryMarks, *, limit_bytes: int | None, margin: float) -> str:

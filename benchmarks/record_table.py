@@ -42,10 +42,9 @@ from autotune.errors import UserError
 from autotune.interrupts import interrupts_kept
 from autotune.knobs.registry import KNOBS, knob
 from autotune.options import SearchOptions
-from autotune.processes.replay import RecordedTrial
+from autotune.processes.replay import recorded_trials
 from autotune.processes.table import Table, TableHead, write_table
 from autotune.quantities import parse_size
-from autotune.records import Failure, TrialAnswer
 from autotune.search.baseline import run_baseline
 from autotune.search.exhaust import dear_first, exhaust
 from autotune.search.pace import Pace
@@ -250,7 +249,9 @@ class Recording:
 
     def write(self) -> None:
         """The table as it stands."""
-        write_table(self.path, Table(self.head(), tuple(recorded(self.session))))
+        write_table(
+            self.path, Table(self.head(), tuple(recorded_trials(self.session.trials, self.session.study.probes())))
+        )
         self.written_at = time.monotonic()
 
     def head(self) -> TableHead:
@@ -309,22 +310,6 @@ def process_spread(session: Session) -> float | None:
         return None
     degrees = sum(len(one) - 1 for one in several)
     return math.sqrt(sum(statistics.variance(one) * (len(one) - 1) for one in several) / degrees)
-
-
-def recorded(session: Session) -> Iterator[RecordedTrial]:
-    """Every answer of a trial process, without what names files of this machine."""
-    for trial in session.trials:
-        failure = trial.failure if trial.measurement is None else None
-        answer = TrialAnswer(measurement=trial.measurement, failure=_without_paths(failure), seconds=trial.seconds)
-        yield RecordedTrial(kind="measure", config=trial.config, answer=answer)
-    for probe in session.study.probes():
-        without = {"output_path": None, "failure": _without_paths(probe.answer.failure)}
-        answer = probe.answer.model_copy(update=without)
-        yield RecordedTrial(kind=probe.kind, config=probe.config, answer=answer)
-
-
-def _without_paths(failure: Failure | None) -> Failure | None:
-    return failure.model_copy(update={"output_path": None, "detail": ""}) if failure is not None else None
 
 
 if __name__ == "__main__":

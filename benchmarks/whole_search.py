@@ -26,8 +26,8 @@ import pydantic
 
 from autotune.api import open_study
 from autotune.config import TrainingConfig
-from autotune.processes.replay import RecordedTrial, write_trials
-from autotune.records import Answer, Failure, Trial, TrialAnswer
+from autotune.processes.replay import RecordedTrial, recorded_trials, write_trials
+from autotune.records import Answer, Trial, TrialAnswer
 
 
 def main() -> int:
@@ -119,34 +119,8 @@ def recorded(study: Path) -> list[RecordedTrial]:
     facts = TrialAnswer(facts=recommendation.workload)
     return [
         RecordedTrial(kind="facts", config=TrainingConfig({}), answer=facts),
-        *(
-            RecordedTrial(
-                kind="measure",
-                config=trial.config,
-                answer=TrialAnswer(
-                    measurement=trial.measurement,
-                    failure=without_paths(trial.failure) if trial.measurement is None else None,
-                    seconds=trial.seconds,
-                ),
-            )
-            for trial in trials
-        ),
-        *(
-            RecordedTrial(
-                kind=probe.kind,
-                config=probe.config,
-                answer=probe.answer.model_copy(
-                    update={"output_path": None, "failure": without_paths(probe.answer.failure)}
-                ),
-            )
-            for probe in probes
-        ),
+        *recorded_trials(trials, probes),
     ]
-
-
-def without_paths(failure: Failure | None) -> Failure | None:
-    """The failure without what names files of this machine."""
-    return failure.model_copy(update={"output_path": None, "detail": ""}) if failure is not None else None
 
 
 def described(answer: Answer, trials: list[Trial]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from autotune.records import Conditions, TrialRequest
 from autotune.workload import workload_from_functions
 
 OTHERS = {
-    "threads": 3, "default_dtype": "float64", "float32_matmul_precision": "high", "cudnn.allow_tf32": False,
-    "cudnn.benchmark": True, "deterministic_algorithms": True,
+    "torch_threads": 3, "default_dtype": "float64", "float32_matmul_precision": "high", "cudnn_allow_tf32": False,
+    "cudnn_benchmark_set": True, "deterministic_algorithms": True,
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_where_torch_is_not_imported_nothing_was_set() -> None:
 
 @pytest.mark.parametrize("start_method", ["fork", "fresh"])
 def test_they_hold_in_the_trials_of_functions_that_were_handed_over(tmp_path: Path, start_method: str) -> None:
-    put_in_force({"threads": 3, "default_dtype": "float64", "float32_matmul_precision": "high"})
+    put_in_force({"torch_threads": 3, "default_dtype": "float64", "float32_matmul_precision": "high"})
 
     def model_fn() -> torch.nn.Module:
         return torch.nn.Linear(4, 1)

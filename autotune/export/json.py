@@ -14,3 +14,8 @@ def export(recommendation: Recommendation, config: TrainingConfig | None = None)
     It holds every answer, so `config` picks nothing out of it.
     """
     return json.dumps(json.loads(recommendation.model_dump_json()), indent=2) + "\n"
+
+
+def missing_functions(recommendation: Recommendation) -> tuple[str, ...]:
+    """None: no function is needed to read it."""
+    return ()

@@ -29,6 +29,11 @@ def export(recommendation: Recommendation, config: TrainingConfig | None = None)
     return _Script(recommendation, recommendation.best.config if config is None else config).text()
 
 
+def missing_functions(recommendation: Recommendation) -> tuple[str, ...]:
+    """The roles of the functions that the script asks for, since no file defines them."""
+    return _missing(recommendation.reference)
+
+
 class _Script:
     """One script, section by section."""
 
@@ -270,8 +275,8 @@ def _user_functions(reference: WorkloadReference) -> list[str]:
     if reference.form == "module":
         return ['sys.path.insert(0, "")  # run this where the module can be found', *_from_modules(reference.names)]
     path = Path(reference.location)
-    if reference.form == "value" and not _importable_script(path, reference.names.values()):
-        roles = ", ".join(reference.names)
+    if lacking := _missing(reference):
+        roles = ", ".join(lacking)
         return [
             f"# PASTE HERE the definitions of {roles}.",
             f"# They were handed over by value ({_as_prose(reference.location)}), so there is nothing to import them from.",
@@ -286,6 +291,12 @@ def _user_functions(reference: WorkloadReference) -> list[str]:
         "spec.loader.exec_module(user_program)",
         *(f"{role} = user_program.{name}" for role, name in reference.names.items()),
     ]
+
+
+def _missing(reference: WorkloadReference) -> tuple[str, ...]:
+    if reference.form != "value" or _importable_script(Path(reference.location), reference.names.values()):
+        return ()
+    return tuple(reference.names)
 
 
 def _from_modules(names: dict[str, str]) -> list[str]:

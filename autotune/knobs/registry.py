@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.config import TrainingConfig
 from autotune.knobs.activation_checkpointing import ActivationCheckpointing
 from autotune.knobs.base import Knob
 from autotune.knobs.batch_size import BatchSize
@@ -37,6 +38,18 @@ def knob(name: str) -> Knob:
         if candidate.name == name:
             return candidate
     raise ValueError(f"there is no knob {name!r}; known are {', '.join(candidate.name for candidate in KNOBS)}")
+
+
+def first_step_limit_seconds(config: TrainingConfig) -> float | None:
+    """The longest that any of its values asks for; None where nothing is compiled or tuned in the first step."""
+    named = [candidate for candidate in KNOBS if candidate.name in config]
+    limits = [candidate.first_step_limit_seconds(config[candidate.name]) for candidate in named]
+    return max((limit for limit in limits if limit is not None), default=None)
+
+
+def slow_to_start(config: TrainingConfig) -> bool:
+    """Whether something is compiled or tuned in the first step."""
+    return first_step_limit_seconds(config) is not None
 
 
 def batch_knob() -> Knob:

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from autotune.config import TrainingConfig
+from autotune.caller_settings import settings_of_this_process
+from autotune.config import TrainingConfig, Value
 from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
@@ -288,15 +288,10 @@ def _is_compiled(model: nn.Module) -> bool:
     )
 
 
-def process_settings() -> dict[str, Any]:
-    """What is set globally in this process and changes how fast or how exact a step is."""
-    return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_allow_tf32": bool(torch.backends.cudnn.allow_tf32),
-        "cudnn_benchmark_set": bool(torch.backends.cudnn.benchmark),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "torch_threads": torch.get_num_threads(),
-    }
+def process_settings() -> dict[str, Value]:
+    """What is set globally in this process and changes how fast or how exact a step is. The default type shows in the
+    parameters, which the fingerprint tells apart."""
+    return {name: value for name, value in settings_of_this_process().items() if name != "default_dtype"}
 
 
 def _fingerprint(model: nn.Module, *parts: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from autotune.config import TrainingConfig
-from autotune.records import Phase, Record, TrialAnswer, TrialKind, TrialRequest
+from autotune.records import Failure, Phase, Probe, Record, Trial, TrialAnswer, TrialKind, TrialRequest
 
 
 class RecordedTrial(Record):
@@ -43,6 +43,21 @@ class ReplayBackend:
 
     def close(self) -> None:
         """Does nothing: there are no processes."""
+
+
+def recorded_trials(trials: Iterable[Trial], probes: Iterable[Probe]) -> Iterator[RecordedTrial]:
+    """Every answer of a trial process that a study holds, without what names files of this machine."""
+    for trial in trials:
+        failure = trial.failure if trial.measurement is None else None
+        answer = TrialAnswer(measurement=trial.measurement, failure=_without_paths(failure), seconds=trial.seconds)
+        yield RecordedTrial(kind="measure", config=trial.config, answer=answer)
+    for probe in probes:
+        changes = {"output_path": None, "failure": _without_paths(probe.answer.failure)}
+        yield RecordedTrial(kind=probe.kind, config=probe.config, answer=probe.answer.model_copy(update=changes))
+
+
+def _without_paths(failure: Failure | None) -> Failure | None:
+    return failure.model_copy(update={"output_path": None, "detail": ""}) if failure is not None else None
 
 
 def write_trials(path: Path, trials: Iterable[RecordedTrial]) -> None:

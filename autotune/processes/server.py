@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from types import FrameType
 
-from autotune.knobs.registry import knob
+from autotune.knobs.registry import slow_to_start
 from autotune.processes import child
 from autotune.processes.failures import import_failure
 from autotune.processes.output import shorten
@@ -195,7 +195,7 @@ class Server:
         """Before the first trial that compiles, where it is forked."""
         if self._compiler_prepared or hello.start_method == "fresh" or not hello.warm_compiler:
             return
-        if any(knob(name).first_step_limit_seconds(value) is not None for name, value in request.config.items()):
+        if slow_to_start(request.config):
             self._channel.send(PhaseReported("compile"))  # it may take the time that compiling may
             prepare_for_compiling(request.conditions.device)
             self._compiler_prepared = True

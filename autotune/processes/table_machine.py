@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from autotune.config import TrainingConfig
-from autotune.knobs.registry import KNOBS, batch_knob
-from autotune.memory_margin import misfit
+from autotune.knobs.registry import KNOBS, batch_knob, slow_to_start
+from autotune.memory_margin import limit_bytes, misfit
 from autotune.processes.table import Table, TableSpace
 from autotune.records import (
     Blocks,
@@ -122,11 +122,7 @@ class TableMachine:
         return misfit(measurement.memory, limit_bytes=self._limit_bytes(), margin=margin)
 
     def _limit_bytes(self) -> int | None:
-        asked = self._head.conditions.memory_limit_bytes
-        if self._head.conditions.device == "cpu":
-            return asked
-        card = self._head.machine.gpus[0].total_bytes
-        return card if asked is None else min(asked, card)
+        return limit_bytes(self._head.conditions, self._head.machine)
 
     # --- answers ---
 
@@ -269,7 +265,7 @@ class TableMachine:
         return max(first, rest - measured.first_step_seconds + first), first
 
     def _first_step_seconds(self, config: TrainingConfig, recorded: float) -> float:
-        if all(knob.first_step_limit_seconds(config[knob.name]) is None for knob in KNOBS):
+        if not slow_to_start(config):
             return recorded
         graph = _graph(config)
         known = graph in self._compiled

@@ -13,8 +13,6 @@ FEW_ROUNDS = 1
 """So many do not show how far processes differ: their interval comes from what is expected of a quiet machine."""
 NOTABLE_MOVE = 1 + 4 * PROCESS_SPREAD
 """Two measurements of the same settings that are further apart than this, and than both their intervals, want a reason."""
-
-
 REFUTED = 1.5
 """A first measurement that its confirmation differs from by so much was one of something else."""
 
@@ -51,11 +49,10 @@ def moved(results: Results, config: TrainingConfig, whose: str) -> tuple[str, ..
 def refuted(results: Results) -> bool:
     """Whether the user's own program ran at quite another speed when it was measured again: what the search saw of it first
     explains nothing then."""
-    first, rounds = results.first_measurement(results.baseline), results.measurements(results.baseline, rounds=True)
-    if first is None or not rounds:
+    first = results.first_measurement(results.baseline)
+    if first is None or not results.measurements(results.baseline, rounds=True):
         return False
-    samples, seconds = (sum(sum(getattr(one.blocks, name)) for one in rounds) for name in ("samples", "seconds"))
-    change = samples / seconds / first.samples_per_second
+    change = results.answer(results.baseline).samples_per_second / first.samples_per_second
     return max(change, 1 / change) > REFUTED
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from autotune.config import TrainingConfig, settings_text
+from autotune.knobs.registry import slow_to_start
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
 from autotune.search.answers import PROCESS_SPREAD, settled
-from autotune.search.pace import Pace, slow_to_start
+from autotune.search.pace import Pace
 from autotune.search.session import Session, parity_failure
 from autotune.stats import FEWEST_ROUNDS
 

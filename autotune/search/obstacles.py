@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.config import TrainingConfig, Value
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import KNOBS, slow_to_start
 from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, Trial, TrialAnswer
-from autotune.search.pace import slow_to_start
 from autotune.space import MemoryClass, SearchSpace
 
 CHANGES_FAIL: frozenset[FailureKind] = frozenset(

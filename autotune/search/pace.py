@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autotune.config import TrainingConfig
 from autotune.knobs.base import LONGEST_COMPILE_SECONDS
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import first_step_limit_seconds
 from autotune.records import PhaseTimeouts, SearchFacts, Settings, TrialKind, TrialRequest
 from autotune.space import SearchSpace
 
@@ -31,17 +31,6 @@ def pace_for(budget_seconds: float) -> Pace:
     if budget_seconds >= SHORT_BUDGET_SECONDS:
         return Pace()
     return Pace(confirm_block_seconds=0.5, confirm_minimum_blocks=4, confirm_maximum_blocks=8, soak_seconds=8.0)
-
-
-def slow_to_start(config: TrainingConfig) -> bool:
-    """Whether something is compiled or tuned in the first step."""
-    return first_step_limit_seconds(config) is not None
-
-
-def first_step_limit_seconds(config: TrainingConfig) -> float | None:
-    """The longest that any of its values asks for; None where nothing is compiled or tuned."""
-    limits = [limit for knob in KNOBS if (limit := knob.first_step_limit_seconds(config[knob.name])) is not None]
-    return max(limits, default=None)
 
 
 def trial_request(

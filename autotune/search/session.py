@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotune.config import TrainingConfig, Value
-from autotune.memory_margin import misfit
+from autotune.knobs.registry import slow_to_start
+from autotune.memory_margin import limit_bytes, misfit
 from autotune.records import (
     Failure,
     Measurement,
@@ -28,7 +29,7 @@ from autotune.search.backend import TrialBackend
 from autotune.search.budget import Budget
 from autotune.search.coverage import ShortOf
 from autotune.search.obstacles import Obstacles
-from autotune.search.pace import Pace, slow_to_start, trial_request
+from autotune.search.pace import Pace, trial_request
 from autotune.search.study import Study
 from autotune.search.watcher import SearchWatcher
 from autotune.space import SearchSpace
@@ -222,11 +223,7 @@ class Session:
 
     def memory_limit_bytes(self) -> int | None:
         """What a trial may use: the limit that was asked for, or the card; on CPU only the former."""
-        asked = self.settings.conditions.memory_limit_bytes
-        if self.facts.device == "cpu":
-            return asked
-        card = self.facts.machine.gpus[0].total_bytes
-        return min(asked, card) if asked is not None else card
+        return limit_bytes(self.settings.conditions, self.facts.machine)
 
     # --- probes ---
 
