@@ -332,8 +332,8 @@ class _Check:
         found = by_error[-1]
         if not reason and found.relative_error > allowed.tolerance:
             self.notes.append(
-                f"in one of {len(steps)} steps gradients differ by {found.relative_error:.2g}: a sample at a kink goes the "
-                "other way by the least rounding"
+                f"in one of {len(steps)} steps gradients differ by {found.relative_error:.2g}, which rounding can do to one "
+                "step: most of the steps decide"
             )
             found = by_error[-2]
         buffers = {name: max(step.buffers[name] for step in steps) for name in steps[0].buffers}

@@ -29,6 +29,8 @@ STEADY_SHARE = 0.85
 """The last third of the soak runs at least at this share of the first third's rate."""
 WAITED_SHARE = 0.5
 """The loader is behind a fall where waiting for it explains so much of the time that was lost."""
+LONGEST_SHARE = 1.25
+"""Of the time that a soak is to run, where the end of a pass over the data set lies beyond it."""
 NOT_FINITE_BLOCKS = 3
 """Under a gradient scaler, losses that are not finite at the ends of so many blocks in a row are no accident."""
 SAME_LOSS = 0.01
@@ -70,8 +72,8 @@ def _thirds(seconds: list[float], samples: list[int]) -> tuple[float, float]:
 
 
 def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> SoakResult:
-    """Runs `maximum_blocks` blocks of `block_seconds`, but at least one pass over the data set where that is not longer
-    than twice as much; then the shorter last batch of a pass, an evaluation, a save and a load of the state.
+    """Runs `maximum_blocks` blocks of `block_seconds`, and on to the end of a pass over the data set where a quarter more
+    is enough for that; then the shorter last batch of a pass, an evaluation, a save and a load of the state.
 
     Raises `TrialFailure` for a loss that stops being finite. What the user's own program cannot do either, such as
     an evaluation, is a finding and no failure.
@@ -145,7 +147,7 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
     while True:
         block()
         elapsed = time.perf_counter() - begin
-        if elapsed > 2 * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
+        if elapsed > LONGEST_SHARE * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
             break
     return course
 
