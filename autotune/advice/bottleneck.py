@@ -39,11 +39,18 @@ def bottleneck(
       (`NEARLY_FULL`); `host` where the step is compiled already, so that few launches are left; else `launch`.
     - on a CPU, which is host and device in one: `host` for the shortest steps (`DISPATCH_SECONDS`), else `compute`.
     """
+    retries, resident = measurement.memory.allocator_retries, measurement.resident_samples_per_second
+    if not retries and resident is not None and measurement.interval[1] < WAITS_FOR_DATA * resident:
+        return "loader"
+    return bottleneck_of_step(measurement, device=device, limit_bytes=limit_bytes)
+
+
+def bottleneck_of_step(
+    measurement: Measurement, *, device: Literal["cuda", "cpu"], limit_bytes: int | None
+) -> Bottleneck | None:
+    """The same where batches lie ready: the rules of `bottleneck` but for that of the loader."""
     if measurement.memory.allocator_retries > 0:
         return "memory"
-    resident = measurement.resident_samples_per_second
-    if resident is not None and measurement.interval[1] < WAITS_FOR_DATA * resident:
-        return "loader"
     if device == "cpu":
         return "host" if _micro_batch_seconds(measurement) < DISPATCH_SECONDS else "compute"
     lag_share = measurement.device_lag_share

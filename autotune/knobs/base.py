@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from autotune.config import TrainingConfig, Value
 from autotune.records import Bottleneck, SearchFacts
@@ -122,6 +122,22 @@ class Knob(ABC):
     def prior(self, facts: SearchFacts) -> tuple[Value, ...]:
         """The choices, those expected to be best first."""
         return self.choices(facts)
+
+    def best_against(self, cause: Bottleneck, facts: SearchFacts) -> tuple[Value, ...]:
+        """The choices that come before the order of `prior` where this holds the step back, best first."""
+        return ()
+
+    @final
+    def expected_to_beat(
+        self, own: Value, facts: SearchFacts, *, at_first: Bottleneck | None, now: Bottleneck | None
+    ) -> tuple[Value, ...]:
+        """The choices before `own`, best first: those against what holds the step back `now`, then those of `prior`. What
+        was best against that which held the user's step back `at_first` is still judged by it, for it has cured it."""
+        cured = at_first is not None and own in self.best_against(at_first, facts)
+        cause = at_first if cured else now
+        against = () if cause is None else self.best_against(cause, facts)
+        order = tuple(dict.fromkeys([*against, *self.prior(facts)]))
+        return order[: order.index(own)] if own in order else order
 
     def companions(self, value: Value, facts: SearchFacts) -> Mapping[str, Value]:
         """Values of other knobs beside which this one is expected to be best: tried with them first, and alone only

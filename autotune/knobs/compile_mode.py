@@ -19,7 +19,7 @@ from autotune.knobs.base import (
     parse_choice,
 )
 from autotune.knobs.batch_size import micro_batches_per_step
-from autotune.records import SearchFacts
+from autotune.records import Bottleneck, SearchFacts
 
 VALUES = (AS_IS, "default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 BEST_FIRST = ("default", "reduce-overhead", AS_IS, "max-autotune-no-cudagraphs", "max-autotune")
@@ -49,6 +49,12 @@ class CompileMode(Knob):
 
     def prior(self, facts: SearchFacts) -> tuple[str, ...]:
         return tuple(value for value in BEST_FIRST if _missing_support(value, facts) is None)
+
+    def best_against(self, cause: Bottleneck, facts: SearchFacts) -> tuple[str, ...]:
+        """CUDA graphs start a whole step at once; compiling alone leaves a launch for each kernel: 24 narrow layers were
+        no faster for it (H200). Where the device computes all the time, graphs gain nothing over `default`."""
+        starts_kernels = cause in ("launch", "host") and _missing_support("reduce-overhead", facts) is None
+        return ("reduce-overhead",) if starts_kernels else ()
 
     def companions(self, value: Value, facts: SearchFacts) -> dict[str, Value]:
         """The loss in the same graph: compiling the model without it first would be a second cold compilation, 25 s

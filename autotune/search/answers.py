@@ -155,8 +155,21 @@ class Results:
         """Worthwhile, and no accident of noise: several are compared, so that 95 % would be too little."""
         if self.gain(answer) < WORTHWHILE_GAIN:
             return False
-        pairs = self.round_pairs(answer.config) or [self._first_pair(answer.config)]
-        return self.settings.objective == "memory" or surely_faster(pairs)
+        return self.settings.objective == "memory" or self.deciding_interval(answer.config)[0] > 1
+
+    def deciding_interval(self, config: TrainingConfig) -> tuple[float, float]:
+        """Of the speed-up, at the level at which it is decided whether that is certain: whoever says that it is not shows
+        this one, for the 95 % interval may lie above 1."""
+        return _deciding_interval(self.round_pairs(config) or [self._first_pair(config)])
+
+    def likely(self) -> Answer | None:
+        """The best that keeps the held batch and is worthwhile by its 95 % interval alone; None where nothing is."""
+        answers = [
+            one
+            for one in self._eligible()
+            if self.keeps_the_batch(one.config) and self.gain(one) >= WORTHWHILE_GAIN and one.speedup.interval[0] > 1
+        ]
+        return max(answers, key=self.gain, default=None)
 
     # --- one configuration ---
 
@@ -231,16 +244,18 @@ class Results:
 
 
 def surely_faster(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
-    """Whether the first of each pair is faster than the second at the 1 % level, however little.
+    """Whether the first of each pair is faster than the second at the 1 % level, however little."""
+    return _deciding_interval(pairs)[0] > 1
 
-    What is expected of processes only makes this more careful: on a machine where they differ by more (13 % from one to
-    the next, on two cores that nine others want), enough rounds must show it by themselves.
-    """
-    if _moderated_ratio(pairs, CERTAIN).interval[0] <= 1:
-        return False
+
+def _deciding_interval(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[float, float]:
+    """The 99 % interval of the ratio. What is expected of processes only makes it wider: on a machine where they differ by
+    more (13 % from one to the next, on two cores that nine others want), enough rounds must show it by themselves."""
+    low, high = _moderated_ratio(pairs, CERTAIN).interval
     if len(pairs) < FEWEST_ROUNDS:
-        return True
-    return ratio(*_rates(pairs), CERTAIN)[1][0] > 1
+        return low, high
+    own_low, own_high = ratio(*_rates(pairs), CERTAIN)[1]
+    return min(low, own_low), max(high, own_high)
 
 
 def settled(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:

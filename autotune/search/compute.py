@@ -4,37 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune.advice.bottleneck import bottleneck
+from autotune.advice.bottleneck import bottleneck, bottleneck_of_step
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import Knob
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import KNOBS, batch_knob, slow_to_start
 from autotune.quantities import format_share
 from autotune.records import OUT_OF_MEMORY, Bottleneck, Stage, Trial
 from autotune.search.answers import WORTHWHILE_GAIN
-from autotune.search.loader import search_loader
+from autotune.search.loader import loader_share, search_loader
 from autotune.search.session import Session
 
 PASSES = 2
 """The second pass tries what the first had to leave out: a scope of compilation means something once one compiles."""
 MOST_VALUES_PER_KNOB = 2
 """Of the values that a knob expects to be better than the baseline; the sampler may try the others later."""
+OF_STARTING: frozenset[Bottleneck] = frozenset({"launch", "host"})
+"""What holds a step back whose device waits for its next kernel."""
+LOADING_LASTS_LONGER = 0.5
+"""End to end at less than this share of the step alone, more time goes by in loading than in the step."""
+ANOTHER_STEP = 1.5
+"""So many times faster, a step has another share in its update: what gained too little there to be seen may do so now."""
+LEAP = 4
+"""Until the device is busy, a batch of so many times the size takes no longer, so that nothing between is worth a trial."""
 
 
-def search_compute(session: Session, start: Trial) -> Trial:
+def search_compute(session: Session, start: Trial, *, quick_only: bool = False) -> Trial:
     """Coordinate descent over the knobs of the step. Returns the trial that leads in the end, `start` if none is better.
 
     Where a faster step is one that waits for its data, the loader is moved at once: both pay together, and what is dear,
-    such as compiling, may no longer.
+    such as compiling, may no longer. `quick_only`: what is compiled or tuned in its first step is left for later.
     """
     _announce(session)
     incumbent = start
     tried: set[tuple[str, Value]] = set()
     for _ in range(PASSES):
         for knob in _ordered(session, incumbent):
-            better = _best_value(session, knob, incumbent, tried)
-            if better is not incumbent and bottleneck_of(session, better) == "loader":
+            better = _best_value(session, knob, incumbent, tried, quick_only)
+            if better is not incumbent and loader_comes_first(session, better):
                 better = search_loader(session, better)
                 _announce(session)
+            if session.compute_score(better) > ANOTHER_STEP * session.compute_score(incumbent):
+                in_update = {knob.name for knob in KNOBS if knob.in_update_only}
+                tried = {(name, value) for name, value in tried if name not in in_update}
             incumbent = better
     return incumbent
 
@@ -49,9 +60,48 @@ def bottleneck_of(session: Session, trial: Trial) -> Bottleneck | None:
     return bottleneck(trial.measurement, device=session.facts.device, limit_bytes=session.memory_limit_bytes())
 
 
+def step_bottleneck_of(session: Session, trial: Trial) -> Bottleneck | None:
+    """What holds its step back where batches lie ready."""
+    assert trial.measurement is not None
+    return bottleneck_of_step(trial.measurement, device=session.facts.device, limit_bytes=session.memory_limit_bytes())
+
+
+def loader_comes_first(session: Session, trial: Trial) -> bool:
+    """Whether the loader is to be moved before the step: it holds the step back, and the starting of kernels, whose cure
+    gains several times, does not take longer than the loading."""
+    if bottleneck_of(session, trial) != "loader":
+        return False
+    return step_bottleneck_of(session, trial) != "launch" or loader_share(trial) < LOADING_LASTS_LONGER
+
+
+def device_waits(session: Session, trial: Trial) -> bool:
+    """Whether the device waits for work in the step itself, so that nothing is gained by computing faster."""
+    assert trial.measurement is not None
+    seen = trial.measurement.device_lag_share is not None and session.settings.objective != "memory"
+    return seen and step_bottleneck_of(session, trial) in OF_STARTING
+
+
+def only_computes_faster(knob: Knob) -> bool:
+    """Whether the knob belongs to the step and does nothing for a device that waits."""
+    return knob.stage == "compute" and not knob.cures & OF_STARTING
+
+
+def seconds_of_the_cure(session: Session, trial: Trial) -> float:
+    """How long the longest trial is likely to take that the knobs of the step have against what holds it back."""
+    cause = step_bottleneck_of(session, trial)
+    candidates = [
+        next(_with_companions(session, knob, value, trial))
+        for knob in _ordered(session, trial)
+        if cause in knob.cures
+        for value in _hopeful(session, knob, trial)[:1]
+    ]
+    runnable = [candidate for candidate in candidates if session.obstacle(candidate) is None]
+    return max((session.expected_seconds(candidate) for candidate in runnable), default=0.0)
+
+
 def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
     """Knobs that cure what holds the step back come first; those that save memory only, where memory is the aim."""
-    cause = bottleneck_of(session, incumbent)
+    cause = step_bottleneck_of(session, incumbent)
     wanted = "memory" if session.settings.objective == "memory" else None
     knobs = [
         knob
@@ -63,18 +113,27 @@ def _ordered(session: Session, incumbent: Trial) -> list[Knob]:
     return sorted(knobs, key=lambda knob: not ({cause, wanted} & knob.cures))
 
 
-def _best_value(session: Session, knob: Knob, incumbent: Trial, tried: set[tuple[str, Value]]) -> Trial:
+def _best_value(
+    session: Session, knob: Knob, incumbent: Trial, tried: set[tuple[str, Value]], quick_only: bool
+) -> Trial:
     """The incumbent with the first of the knob's better-looking values that is worthwhile."""
     if knob.in_update_only and (share := gains_too_little(session, incumbent)) is not None:
         told = f"{knob.name}: the optimizer's update takes {format_share(share)} of a step, and no more can be gained"
         session.skipped[knob.name] = told
         return incumbent
     session.skipped.pop(knob.name, None)  # it was said for another step
-    for value in _hopeful(session, knob, incumbent):
-        if (knob.name, value) in tried:
-            continue
+    values = [value for value in _hopeful(session, knob, incumbent) if (knob.name, value) not in tried]
+    if only_computes_faster(knob) and device_waits(session, incumbent):
+        if any(session.obstacle(incumbent.config.replace({knob.name: value})) is None for value in values):
+            session.skipped[knob.name] = (
+                f"{knob.name}: the device waits for its next kernel, and nothing is gained by computing faster"
+            )
+        return incumbent
+    for value in values:
         for candidate in _with_companions(session, knob, value, incumbent):
-            if session.obstacle(candidate) is not None or not session.affords(candidate):
+            if session.obstacle(candidate) is not None or (quick_only and slow_to_start(candidate)):
+                continue
+            if not session.affords(candidate):
                 continue
             tried |= candidate.changes_from(incumbent.config).items()
             trial = session.measure(candidate, "compute", incumbent=incumbent)
@@ -110,21 +169,22 @@ def _with_companions(session: Session, knob: Knob, value: Value, incumbent: Tria
 
 
 def _hopeful(session: Session, knob: Knob, current: Trial) -> list[Value]:
-    """The values that the knob expects to beat the one it has now, best first.
-
-    Where the step is still held back by what a value of this knob may cure, starting kernels or work of the host, the
-    rest of what beats the baseline is worth a trial too. The order is one of speed: where memory is the aim, it says
-    nothing of the knobs that save some.
-    """
-    order = [value for value in knob.prior(session.facts) if value in session.space.choices[knob.name]]
-    own = current.config[knob.name]
-    better_than = own
-    cause = bottleneck_of(session, current)
-    if cause in ("launch", "host") and cause in knob.cures:
-        better_than = session.space.baseline[knob.name]
-    for_memory = session.settings.objective == "memory" and "memory" in knob.cures
-    hopeful = order[: order.index(better_than)] if better_than in order and not for_memory else order
-    return [value for value in hopeful if value != own][:MOST_VALUES_PER_KNOB]
+    """The values that the knob expects to beat the one it has now, best first. That is an order of speed: where memory is
+    the aim, it says nothing of the knobs that save some."""
+    own, choices = current.config[knob.name], session.space.choices[knob.name]
+    first = session.baseline_trial()
+    assert first is not None
+    hopeful = (
+        knob.prior(session.facts)
+        if session.settings.objective == "memory" and "memory" in knob.cures
+        else knob.expected_to_beat(
+            own,
+            session.facts,
+            at_first=step_bottleneck_of(session, first),
+            now=step_bottleneck_of(session, current),
+        )
+    )
+    return [value for value in hopeful if value in choices and value != own][:MOST_VALUES_PER_KNOB]
 
 
 def _better(session: Session, trial: Trial, incumbent: Trial) -> bool:
@@ -136,14 +196,17 @@ def _better(session: Session, trial: Trial, incumbent: Trial) -> bool:
 # --- the batch --------------------------------------------------------------------------------------------------------
 
 
-def search_batch(session: Session, incumbent: Trial, stage: Stage, *, free: bool) -> Trial:
-    """Larger micro-batches, doubled until another doubling is not worthwhile or does not fit.
+def search_batch(
+    session: Session, incumbent: Trial, stage: Stage, *, free: bool, until_it_waits: bool = False
+) -> Trial:
+    """Larger micro-batches, doubled until another doubling is not worthwhile or does not fit; four times as large as
+    long as the device waits, for the rate is then that of the batch.
 
     A size that does not fit ends its trial and is remembered, so no probes are spent on where exactly the end is: speed
     saturates long before, or the end is met by the doubling.
 
     With `free` the effective batch may grow; otherwise only up to the held one. With the memory objective the batch is
-    halved instead, as long as the peak falls.
+    halved instead, as long as the peak falls. `until_it_waits`: no further than where loading lasts longer than the step.
     """
     space = session.space
     sizes = [size for size in space.batch_sizes if _reachable(session, size, free)]
@@ -154,8 +217,9 @@ def search_batch(session: Session, incumbent: Trial, stage: Stage, *, free: bool
     )
     best, last_tried = incumbent, current
     for size in path:
-        doubled = size <= last_tried / 2 if smaller_wanted else size >= 2 * last_tried
-        if not doubled and size != path[-1]:
+        times = 2 if smaller_wanted else _times_larger(session, best)
+        far_enough = size <= last_tried / 2 if smaller_wanted else size >= times * last_tried
+        if not far_enough and size != path[-1]:
             continue
         candidate = best.config.replace({space.batch_name: size})
         if session.obstacle(candidate) is not None:
@@ -166,10 +230,42 @@ def search_batch(session: Session, incumbent: Trial, stage: Stage, *, free: bool
         if trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY:
             return _halfway(session, best, size, stage)
         last_tried = size
+        if times == LEAP and (landed := _short_of_the_leap(session, best, trial, stage)) is not None:
+            return landed
         if not _better(session, trial, best):
             break
         best = trial
+        if until_it_waits and loader_share(best) < LOADING_LASTS_LONGER:
+            break
     return best
+
+
+def _times_larger(session: Session, trial: Trial) -> int:
+    """How many times larger the next micro-batch is."""
+    assert trial.measurement is not None
+    reserved, limit = trial.measurement.memory.reserved_bytes, session.memory_limit_bytes()
+    fits = limit is None or LEAP * (reserved or trial.measurement.memory.peak_allocated_bytes) < limit
+    return LEAP if fits and step_bottleneck_of(session, trial) in batch_knob().cures else 2
+
+
+def _short_of_the_leap(session: Session, before: Trial, after: Trial, stage: Stage) -> Trial | None:
+    """The trial of twice the batch, where it is as good as that of four times; None where it cannot be or is not.
+
+    Twice the batch gives twice the rate at most, so that it is not asked where four times the batch gives more.
+    """
+    if after.failure is not None:
+        return None
+    if session.compute_score(after) > 2 * WORTHWHILE_GAIN * session.compute_score(before):
+        return None
+    space = session.space
+    least, most = 2 * space.micro_batch(before.config), space.micro_batch(after.config)
+    size = next((size for size in space.batch_sizes if least <= size < most), None)
+    candidate = None if size is None else before.config.replace({space.batch_name: size})
+    if candidate is None or session.obstacle(candidate) is not None or not session.affords(candidate):
+        return None
+    trial = session.measure(candidate, stage, incumbent=before)
+    as_good = _better(session, trial, before) and not _better(session, after, trial)
+    return trial if as_good else None
 
 
 def _halfway(session: Session, best: Trial, too_large: int, stage: Stage) -> Trial:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from autotune.advice.bottleneck import bottleneck_of_step
 from autotune.config import TrainingConfig, Value, settings_text
 from autotune.knobs.base import Knob
 from autotune.quantities import NO_UPPER_END, format_ratio, format_share
-from autotune.records import OUT_OF_MEMORY, Measurement, Trial
+from autotune.records import OUT_OF_MEMORY, Bottleneck, Measurement, Trial
 from autotune.search.answers import Results
 
 ShortOf = Literal["time", "trials"]
@@ -52,13 +53,12 @@ def knobs_told_of(sentence: str) -> frozenset[str]:
 def _not_taken(results: Results, chosen: TrainingConfig) -> Iterator[str]:
     """Of each configuration that took part in the confirmation beside the answer, how it did there."""
     for config in _confirmed_beside(results, chosen):
-        speedup = results.answer(config).speedup
-        low, high = speedup.interval
+        value, (low, high) = results.answer(config).speedup.value, results.deciding_interval(config)
         ends = "spread not seen" if high >= NO_UPPER_END else f"{format_ratio(low)} to {format_ratio(high)}"
         shown = settings_text(config.changes_from(results.baseline))
         yield (
-            f"measured again beside your settings, and not taken: {shown}: {format_ratio(speedup.value)} the speed (95 % "
-            f"interval: {ends})"
+            f"measured again beside your settings, and not taken: {shown}: {format_ratio(value)} the speed (99 % "
+            f"interval, which decides: {ends})"
         )
 
 
@@ -158,10 +158,15 @@ def _usable(results: Results, chosen: TrainingConfig, knob: Knob) -> list[Value]
 
 def _better(results: Results, chosen: TrainingConfig, knob: Knob, values: Sequence[Value]) -> list[Value]:
     """Those that the knob expects to beat what the answer has; of numbers, which are many, none are named."""
-    order = list(knob.prior(results.space.facts))
-    own = chosen[knob.name]
-    hopeful = order[: order.index(own)] if own in order else order
+    at_first, now = (_cause(results, config) for config in (results.baseline, chosen))
+    hopeful = knob.expected_to_beat(chosen[knob.name], results.space.facts, at_first=at_first, now=now)
     return [value for value in values if value in hopeful and not _is_count(value)]
+
+
+def _cause(results: Results, config: TrainingConfig) -> Bottleneck | None:
+    """What held the step of a configuration back when it was first measured."""
+    found = results.first_measurement(config)
+    return None if found is None else bottleneck_of_step(found, device=results.space.facts.device, limit_bytes=None)
 
 
 def _is_count(value: Value) -> bool:

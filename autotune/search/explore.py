@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
 from autotune.records import Trial
-from autotune.search.compute import gains_too_little
+from autotune.search.compute import device_waits, gains_too_little, only_computes_faster
 from autotune.search.coverage import knobs_told_of
 from autotune.search.loader import IDLE_SHARE, loader_share
 from autotune.search.prune import prune
@@ -95,6 +95,8 @@ def _not_worth_it(session: Session, config: TrainingConfig) -> str | None:
         reason = "the same step was measured, and loading it otherwise makes nothing better"
     if reason is None and _updates_otherwise_for_nothing(session, config):
         reason = "the same step was measured, and its update takes too little for another one to be worthwhile"
+    if reason is None and _computes_faster_for_nothing(session, config):
+        reason = "the same step was measured, and its device waits for work, not for results"
     if reason is None and (lost := _lost_clearly(session, config)):
         reason = f"{lost} made another configuration much slower"
     return reason
@@ -118,6 +120,15 @@ def _updates_otherwise_for_nothing(session: Session, config: TrainingConfig) -> 
         trial.measurement is not None
         and trial.config.replace(update) == config
         and gains_too_little(session, trial) is not None
+        for trial in session.trials
+    )
+
+
+def _computes_faster_for_nothing(session: Session, config: TrainingConfig) -> bool:
+    """Whether it differs from a trial whose device waits in nothing but what makes a device compute faster."""
+    faster = {knob.name: config[knob.name] for knob in KNOBS if only_computes_faster(knob)}
+    return any(
+        trial.measurement is not None and trial.config.replace(faster) == config and device_waits(session, trial)
         for trial in session.trials
     )
 

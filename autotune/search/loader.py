@@ -17,6 +17,9 @@ IDLE_SHARE = 0.97
 """End to end at this share of the step alone, the loader holds nothing back, and no worker can help."""
 HEADROOM = 1.1
 """Workers are predicted for so much more than the step takes: loading and training share the machine."""
+PLENTY = 1.5
+"""Where workers alone give so many times what the step takes, it does not wait for them, and no more of them are tried: all
+that the first gains is that batches are made beside the step, and what a further one seems to gain is noise."""
 
 
 def search_loader(session: Session, incumbent: Trial) -> Trial:
@@ -37,8 +40,8 @@ def search_loader(session: Session, incumbent: Trial) -> Trial:
         )
         return incumbent
     session.watcher.stage("loader", "workers for the pace of the step")
-    for knob in knobs:
-        if loader_share(incumbent) >= IDLE_SHARE:
+    for number, knob in enumerate(knobs):
+        if loader_share(incumbent) >= IDLE_SHARE or (number > 0 and _may_be_idle(incumbent)):
             break  # one knob was enough
         incumbent = (
             _enough_of(session, knob, incumbent, alone) if knob.adds_up else _each_value(session, knob, incumbent)
@@ -52,6 +55,14 @@ def loader_share(trial: Trial) -> float:
     assert measured is not None
     alone = measured.resident_samples_per_second
     return measured.samples_per_second / alone if alone is not None else 0.0
+
+
+def _may_be_idle(trial: Trial) -> bool:
+    """Whether the rate end to end, as far as it is known, may be that of an idle loader."""
+    measured = trial.measurement
+    assert measured is not None
+    alone = measured.resident_samples_per_second
+    return alone is not None and measured.interval[1] >= IDLE_SHARE * alone
 
 
 def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> Trial:
@@ -75,7 +86,9 @@ def _enough_of(session: Session, knob: Knob, incumbent: Trial, goal: float) -> T
             f"{counts[at]} to try"
         )
     best = _run(session, knob, incumbent, counts[at])
-    for count in counts[at + 1 :]:  # more, as long as more gives more
+    for index, count in enumerate(counts[at + 1 :], start=at):  # more, as long as more gives more
+        if counts[index] * pace >= PLENTY * goal:
+            break
         larger = _run(session, knob, incumbent, count)
         if larger is None or (best is not None and not _worthwhile(session, larger, best)):
             break

@@ -250,6 +250,14 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
             if not results.space.varied:
                 return "Keep your settings: no knob that may be moved has another value here."
             return "Keep your settings for now: no other settings were measured to the end."
+        likely = None if saves_memory else results.likely()
+        if likely is not None:
+            low, high = results.deciding_interval(likely.config)
+            looks = f"{_changes_text(likely.config, baseline)} looks {likely.speedup.value:.2f} times as fast"
+            return (
+                f"Keep your settings for now: {looks}, which is not certain yet (99 % interval {low:.2f} to {high:.2f}); "
+                "the same command measures again."
+            )
         aim = "needs at least 2 % less memory" if saves_memory else "is at least 2 % faster"
         return f"Keep your settings: nothing that was measured {aim} for certain."
     changes = _changes_text(best.config, baseline)

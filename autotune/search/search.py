@@ -6,7 +6,14 @@ from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.records import Ceiling, Trial
 from autotune.search.baseline import run_baseline
-from autotune.search.compute import bottleneck_of, search_batch, search_compute
+from autotune.search.compute import (
+    bottleneck_of,
+    loader_comes_first,
+    search_batch,
+    search_compute,
+    seconds_of_the_cure,
+    step_bottleneck_of,
+)
 from autotune.search.confirm import confirm, reserve_seconds
 from autotune.search.exhaust import exhaust
 from autotune.search.explore import explore, sample
@@ -60,7 +67,11 @@ class Search:
         session = self.session
         # A loader that holds the step back is cured first: it is cheap, and what follows is measured with it.
         # Where it does not, the step is moved first: until it is faster, no number of workers shows a gain.
-        leader = search_loader(session, start) if bottleneck_of(session, start) == "loader" else start
+        leader = search_loader(session, start) if loader_comes_first(session, start) else start
+        freer = None
+        if self._may_free_the_batch() and step_bottleneck_of(session, leader) in batch_knob().cures:
+            leader = search_compute(session, leader, quick_only=True)
+            freer = self._quickly_freed(leader)
         for _ in range(MOST_CYCLES):
             size = session.space.micro_batch(leader.config)
             if self._batch_comes_first(leader):
@@ -72,7 +83,7 @@ class Search:
             if session.space.micro_batch(leader.config) == size:
                 break
         leader = search_loader(session, leader)
-        self._free_batch(leader)
+        self._free_batch(leader, freer)
 
     def _batch_comes_first(self, leader: Trial) -> bool:
         """Where the batch itself cures what holds the step back, or memory is the aim, it is cheaper to move before
@@ -166,11 +177,34 @@ class Search:
             return leader
         return search_batch(session, leader, "compute", free=held is None)
 
-    def _free_batch(self, leader: Trial) -> None:
-        """The second answer: the leader's settings with a batch above the held one."""
+    def _may_free_the_batch(self) -> bool:
+        """Whether a second answer is asked for, with a batch above the held one."""
+        settings = self.session.settings
+        held = settings.conditions.global_batch_size
+        return held is not None and settings.objective != "memory" and len(self.session.space.batch_sizes) > 1
+
+    def _quickly_freed(self, leader: Trial) -> Trial | None:
+        """The batch of the second answer where a larger one cures what holds the step back, found before anything is
+        compiled: a trial takes seconds there, and each batch is another compilation. Time is left for the step's own cure
+        and the loader after it."""
         session = self.session
-        held = session.settings.conditions.global_batch_size
-        if held is None or session.settings.objective == "memory" or len(session.space.batch_sizes) < 2:
+        session.budget.reserved_seconds += seconds_of_the_cure(session, leader) + leader.seconds
+        freer = search_batch(session, leader, "explore", free=True, until_it_waits=True)
+        self._reserve()
+        return None if session.allowed(freer.config) else freer
+
+    def _free_batch(self, leader: Trial, freer: Trial | None) -> None:
+        """The second answer: the leader's settings with a batch above the held one; that of `freer`, where it is known,
+        which stands where there is no time for both."""
+        session, space = self.session, self.session.space
+        if not self._may_free_the_batch():
             return
+        if freer is not None:
+            both = leader.config.replace({space.batch_name: space.micro_batch(freer.config)})
+            if session.obstacle(both) is None and session.affords(both):
+                trial = session.measure(both, "explore", incumbent=freer)
+                better = trial.failure is None and session.compute_score(trial) > session.compute_score(freer)
+                freer = trial if better else freer
+            leader = search_loader(session, freer)
         if session.affords(leader.config):
             search_batch(session, leader, "explore", free=True)

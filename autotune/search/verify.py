@@ -123,15 +123,20 @@ class _Verification:
         if self.session.settings.objective == "memory":
             return self._compared_memory(now, better)
         low, high = now.speedup.interval
-        speed = f"{now.speedup.value:.2f} times the speed of your settings (95 % interval {low:.2f} to {high:.2f})"
+        times = f"{now.speedup.value:.2f} times the speed of your settings"
+        speed = f"{times} (95 % interval {low:.2f} to {high:.2f})"
         found = f"{then.speedup.value:.2f} times when it was found"
         if not better and low <= then.speedup.value <= high:
             verdict = (
                 f"It is not clear whether it holds: {self._shown} is {speed}, {found}. Give more time with --budget."
             )
             return self._told("unclear", verdict)
+        if not better and now.speedup.value < WORTHWHILE_GAIN:
+            return self._told("no_longer_better", f"{self._shown} is no longer faster: {speed}, {found}")
         if not better:
-            doubt = "no longer faster" if now.speedup.value < WORTHWHILE_GAIN else "no longer faster for certain"
+            low, high = results.deciding_interval(self.config)
+            speed = f"{times} (99 % interval, which decides, {low:.2f} to {high:.2f})"
+            doubt = "no longer faster for certain"
             return self._told("no_longer_better", f"{self._shown} is {doubt}: {speed}, {found}")
         if _as_large(now.speedup, then.speedup):
             return self._told("holds", f"It holds: {self._shown} is {speed}; {found}.")

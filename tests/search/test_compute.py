@@ -12,7 +12,14 @@ import pytest
 from autotune.search.compute import search_batch, search_compute
 from tests.knobs.search_facts import cuda_facts
 from tests.search.simulated_machine import Fault, Program
-from tests.search.simulated_programs import GIB, LANGUAGE_MODEL, SCENARIOS, SMALL_MODEL
+from tests.search.simulated_programs import (
+    GIB,
+    LANGUAGE_MODEL,
+    SCENARIOS,
+    SMALL_AS_TIMED,
+    SMALL_IN_TWO_MINUTES,
+    SMALL_MODEL,
+)
 from tests.search.simulated_search import SimulatedSearch
 
 NewDirectory = Callable[[], Path]
@@ -101,6 +108,73 @@ def test_where_kernels_are_slow_to_start_graphs_are_tried_beside_compiling(new_d
     assert len(tried) < 10
 
 
+def test_graphs_come_before_compiling_alone_and_nothing_that_only_computes_faster(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(SMALL_AS_TIMED, SMALL_IN_TWO_MINUTES.facts, new_directory())
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        leader = search_compute(session, start)
+        assert session.changes(leader.config) == {
+            "optimizer_impl": "fused", "compile_mode": "reduce-overhead", "compile_scope": "step", "num_workers": 1,
+        }  # fmt: skip
+        tried = search.machine.asked("measure")
+        assert all(config["compile_mode"] != "default" and config["precision"] == "as_is" for config in tried)
+        assert session.skipped["precision"] == (
+            "precision: the device waits for its next kernel, and nothing is gained by computing faster"
+        )
+
+
+@pytest.mark.parametrize(
+    "hinders",
+    [
+        {"faults": (Fault("measure", {"compile_mode": "reduce-overhead"}, "cuda_error"),)},
+        {"wrong": ({"compile_mode": "reduce-overhead"},)},
+        {"launch_speedups": {("compile_mode", "default"): 2.0}},
+    ],
+    ids=["graphs fail", "graphs train differently", "graphs gain nothing"],
+)
+def test_compiling_alone_follows_where_graphs_do_not_help(hinders: Any, new_directory: NewDirectory) -> None:
+    program = replace(SMALL_AS_TIMED, process_spread=0.005, block_spread=0.005, **hinders)
+    if "launch_speedups" not in hinders:
+        program = replace(program, launch_speedups={**program.launch_speedups, ("compile_mode", "default"): 2.0})
+    _, leader, tried = descended(program, new_directory(), facts=SMALL_IN_TWO_MINUTES.facts)
+    modes = list(dict.fromkeys(changes["compile_mode"] for changes in tried if "compile_mode" in changes))
+    assert modes == ["reduce-overhead", "default"]
+    assert leader["compile_mode"] == "default"
+
+
+def test_what_only_computes_faster_is_tried_once_the_device_is_busy(new_directory: NewDirectory) -> None:
+    """Graphs make the step so fast that what the device computes is what is left of it."""
+    program = replace(SMALL_AS_TIMED, sample_seconds=7e-5, process_spread=0.005, block_spread=0.005)
+    _, leader, tried = descended(program, new_directory(), facts=SMALL_IN_TWO_MINUTES.facts)
+    assert "precision" in leader
+    first = next(at for at, changes in enumerate(tried) if "precision" in changes)
+    assert all(changes.get("compile_mode") == "reduce-overhead" for changes in tried[first:])
+
+
+def test_an_update_that_gained_too_little_to_be_seen_is_tried_again_in_a_faster_step(
+    new_directory: NewDirectory,
+) -> None:
+    """3 % of the user's step, 15 % of that with graphs."""
+    program = replace(
+        SMALL_AS_TIMED, update_seconds=0.0005, update_speedups={("optimizer_impl", "fused"): 2.0},
+        load_seconds=1e-7, process_spread=0.001, block_spread=0.001,
+    )  # fmt: skip
+    _, leader, tried = descended(program, new_directory(), facts=SMALL_IN_TWO_MINUTES.facts)
+    assert tried[0] == {"optimizer_impl": "fused"}
+    assert leader["optimizer_impl"] == "fused"
+
+
+def test_before_anything_is_compiled_what_is_quick_is_moved(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(SMALL_AS_TIMED, SMALL_IN_TWO_MINUTES.facts, new_directory())
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        leader = search_compute(session, start, quick_only=True)
+        assert session.changes(leader.config) == {"optimizer_impl": "fused"}
+        assert all(config["compile_mode"] == "as_is" for config in search.machine.asked("measure"))
+
+
 def test_a_slow_loader_hides_no_gain_of_the_step(new_directory: NewDirectory) -> None:
     """End to end every configuration gives 200 samples a second; only without the loader is bf16 seen to be faster."""
     program = Program(sample_seconds=0.001, load_seconds=0.005, sample_speedups={("precision", "bf16"): 3.0})
@@ -125,14 +199,21 @@ def grown(
 def test_the_batch_is_doubled_until_that_is_not_worthwhile(new_directory: NewDirectory) -> None:
     program = Program(sample_seconds=0.001, launch_seconds=0.1, process_spread=0.001, block_spread=0.001)
     _, sizes, best = grown(program, new_directory())
-    assert sizes == [64, 128, 256]
+    assert sizes == [128, 256]
     assert best == 128
+
+
+def test_a_leap_over_the_end_of_the_gain_is_taken_back(new_directory: NewDirectory) -> None:
+    """From 64 on the device is busy, and 128 gives no more."""
+    program = Program(sample_seconds=0.001, launch_seconds=0.064, process_spread=0.001, block_spread=0.001)
+    _, sizes, best = grown(program, new_directory())
+    assert (sizes, best) == ([128, 64], 64)
 
 
 def test_a_doubling_that_does_not_fit_is_halved(new_directory: NewDirectory) -> None:
     program = Program(sample_seconds=1e-5, launch_seconds=0.1, sample_bytes=GIB // 8, constant_bytes=GIB)
     search, sizes, best = grown(program, new_directory(), memory_limit_bytes=30 * GIB)
-    assert sizes == [64, 128, 256, 192]
+    assert sizes == [128, 256, 192]
     assert best == 192
     assert search.machine.usable(search.space.baseline.replace({"batch_size": best}), 30 * GIB)
 
@@ -141,7 +222,7 @@ def test_a_held_batch_is_not_exceeded(new_directory: NewDirectory) -> None:
     program = Program(sample_seconds=1e-5, launch_seconds=0.1)
     facts = cuda_facts(global_batch_size=128, batch_size=32, dataset_length=10_000, largest_batch_size=2048)
     _, sizes, best = grown(program, new_directory(), facts=facts, free=False)
-    assert sizes == [64, 128]
+    assert sizes == [128]
     assert best == 128
     _, sizes, _ = grown(program, new_directory(), facts=facts, free=True)
     assert max(sizes) > 128

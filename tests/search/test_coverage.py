@@ -84,7 +84,7 @@ def test_what_was_confirmed_and_not_taken_is_told_with_its_interval() -> None:
     found = recommended(started().rounds(BF16, [3000, 1100], [1000, 1000]))
     assert found.keep
     told = starting(found.other_settings, "measured again beside your settings, and not taken: precision=bf16: 1.82x")
-    assert "interval: 0." in told
+    assert "decides: 0." in told
     assert not any(
         "not taken" in one for one in recommended(started().rounds(BF16, [3000] * 2, [1000] * 2)).other_settings
     )

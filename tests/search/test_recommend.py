@@ -148,6 +148,20 @@ def test_a_gain_within_the_noise_is_no_gain() -> None:
     assert found.verdict == "Keep your settings: nothing that was measured is at least 2 % faster for certain."
 
 
+def test_what_is_likely_and_not_certain_is_told_with_the_interval_that_decides() -> None:
+    """Three rounds on an H200 whose processes differed by a tenth: the 95 % interval is 1.06 to 1.37."""
+    trials = started().rounds(BF16, [8381, 9023, 9221], [7133, 7742, 7219])
+    found = recommended(trials)
+    assert found.keep
+    assert found.verdict == (
+        "Keep your settings for now: precision=bf16 looks 1.20 times as fast, which is not certain yet (99 % interval 0.90 "
+        "to 1.61); the same command measures again."
+    )
+    assert any(
+        "precision=bf16: 1.20x the speed (99 % interval, which decides: 0.90x" in one for one in found.other_settings
+    )
+
+
 def test_a_gain_below_two_percent_is_not_worth_a_change() -> None:
     assert recommended(started().rounds(BF16, [1015] * 6, [1000] * 6)).keep
     assert not recommended(started().rounds(BF16, [1060] * 6, [1000] * 6)).keep

@@ -20,6 +20,7 @@ from tests.search.simulated_programs import (
     GIB,
     LANGUAGE_MODEL,
     SCENARIOS,
+    SMALL_IN_TWO_MINUTES,
     TABLE_MODEL,
     TWO_CORES,
     WORKERS_AND_PRECISION,
@@ -68,6 +69,21 @@ def test_five_minutes_are_enough_for_a_language_model(new_directory: NewDirector
         _, best_rate = true_optimum(outcome.machine, outcome.asked.space, held=None, limit_bytes=card)
         assert outcome.machine.true_rate(outcome.config) > 0.95 * best_rate
         assert outcome.recommendation.best.confirmed_rounds >= 3
+
+
+def test_two_minutes_are_enough_for_a_step_that_only_starts_kernels(new_directory: NewDirectory) -> None:
+    """On a noisy machine, with the seconds that its trials take on an H200; and the free batch is found as well."""
+    scenario, near = SMALL_IN_TWO_MINUTES, 0
+    for seed in range(20):
+        outcome = run(scenario, new_directory(), seed=seed)
+        hold_promises(outcome)
+        held = scenario.facts.global_batch_size
+        _, best_rate = true_optimum(outcome.machine, outcome.asked.space, held=held, limit_bytes=scenario.usable_bytes)
+        near += outcome.machine.true_rate(outcome.config) > 0.95 * best_rate
+        free = outcome.recommendation.free_batch
+        assert free is not None
+        assert outcome.machine.true_rate(free.config) > outcome.machine.true_rate(outcome.config)
+    assert near >= 18
 
 
 def test_where_nothing_helps_it_says_keep(new_directory: NewDirectory) -> None:

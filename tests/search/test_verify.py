@@ -74,6 +74,20 @@ def test_another_gain_is_told_beside_the_old_one(claimed: Recommendation, new_di
     assert f"instead of {claimed.best.speedup.value:.2f}: precision=bf16 is" in report.verdict
 
 
+def test_what_is_not_certain_any_more_is_told_with_the_interval_that_decides(
+    claimed: Recommendation, new_directory: NewDirectory
+) -> None:
+    """By the 95 % interval alone, 1.01 to 1.12, it would be faster."""
+    program = replace(PROGRAM, sample_speedups={("precision", "bf16"): 1.06}, process_spread=0.04)
+    report, _ = today(claimed, new_directory, program)
+    assert report.outcome == "no_longer_better"
+    assert report.best is not None and report.best.speedup.interval[0] > 1
+    assert (
+        "is no longer faster for certain: 1.06 times the speed of your settings (99 % interval, which decides, 0.98 to"
+        in (report.verdict)
+    )
+
+
 def test_what_gains_nothing_any_more_does_not_hold(claimed: Recommendation, new_directory: NewDirectory) -> None:
     for speedup in (1.0, 0.7):
         report, _ = today(claimed, new_directory, replace(PROGRAM, sample_speedups={("precision", "bf16"): speedup}))
