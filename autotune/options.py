@@ -9,6 +9,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
 
+from pydantic import Field
+
 from autotune.config import TrainingConfig, Value
 from autotune.errors import UserError
 from autotune.records import SCHEMA_VERSION, Answer, Ceiling, Failure, ParityResult, Record, SearchFacts, Strategy
@@ -150,6 +152,8 @@ class VerifyReport(Record):
     best_then: Answer
     baseline: Answer
     """The user's program, measured today."""
+    reference_settings: dict[str, Value] = Field(default_factory=dict)
+    """What `baseline` takes beside the user's own settings, since their program fits at no batch without."""
     best: Answer | None
     """What was recommended, measured today; None where it was not measured to the end, or is the baseline."""
     parity: ParityResult | None

@@ -135,6 +135,8 @@ class WorkloadFacts(Record):
     """One warm step of the user's program, a first idea of what a search costs."""
     fingerprint: str
     """Twelve hexadecimal digits of parameter names and shapes, batch structure, optimizer class and loss convention."""
+    step_fits: bool = True
+    """False: no step of the program fits as it is, and what stands here was seen in forward passes alone."""
     notes: tuple[str, ...] = ()
 
 
@@ -189,6 +191,10 @@ class TrialRequest(Record):
     """Module names of the repeated blocks, from the facts; for `facts` itself, module or class names from the user."""
     facts_batch_size: int | None = None
     """For `facts`: read them in a step of so many samples, where the user's own batch does not fit."""
+    facts_forward_only: bool = False
+    """For `facts`: read them in forward passes that keep nothing, where no step fits."""
+    reference: TrainingConfig = TrainingConfig({})
+    """Values without which the user's program fits at no batch: it is compared with as it is but for these."""
     block_seconds: float = 0.3
     minimum_blocks: int = 3
     maximum_blocks: int = 12
@@ -473,6 +479,8 @@ class Standing(Record):
     samples_per_second: float
     speedup: float
     """How many times the baseline's."""
+    beside: str = "your settings"
+    """What the baseline is called."""
 
 
 class Ratio(Record):
@@ -563,6 +571,9 @@ class Recommendation(Record):
     verdict: str
     """The answer in one sentence."""
     baseline: Answer
+    reference_settings: dict[str, Value] = Field(default_factory=dict)
+    """What `baseline` takes beside the user's own settings, since their program fits at no batch without; `keep` is then
+    False."""
     best: Answer
     free_batch: Answer | None
     """With the batch free: None where it is already free or nothing else is better."""

@@ -24,6 +24,7 @@ from autotune.records import (
     PhaseTimeouts,
     SearchFacts,
     Settings,
+    TrialAnswer,
     TrialRequest,
 )
 from autotune.search.baseline import baseline_error, told_beside
@@ -173,10 +174,9 @@ def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, optio
         blocks=options.blocks,
         timeouts=timeouts,
     )
-    for batch_size in (None, *SMALL_BATCHES):
-        answer = pool.run(request.model_copy(update={"facts_batch_size": batch_size}))
-        if answer.failure is None or answer.failure.kind not in OUT_OF_MEMORY:
-            break
+    answer = pool.run(request)
+    if answer.failure is not None and answer.failure.kind in OUT_OF_MEMORY:
+        answer = _in_less_memory(pool, request, answer.failure)
     if answer.failure is not None:
         raise_failure(answer.failure)
     assert answer.facts is not None
@@ -194,6 +194,30 @@ def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, optio
         global_batch_size=held,
         largest_batch_size=max(1, largest),
     )
+
+
+def _in_less_memory(pool: TrialPool, request: TrialRequest, failure: Failure) -> TrialAnswer:
+    """The facts where the user's own batch does not fit: of a smaller step, or else of forward passes alone. What settings
+    make it fit is for the search to find.
+
+    Where nothing of it runs, the first failure with what was tried. What fails without gradients, or alone in its batch as
+    BatchNorm does, need not be the program's fault.
+    """
+    if failure.phase == "build":
+        told = "this is before any batch, so no smaller one helps"
+        return TrialAnswer(failure=failure.model_copy(update={"message": f"{failure.message}; {told}"}))
+    for forward_only in (False, True):
+        for batch_size in SMALL_BATCHES:
+            changes = {"facts_batch_size": batch_size, "facts_forward_only": forward_only}
+            answer = pool.run(request.model_copy(update=changes))
+            if answer.failure is None or (_is_of_the_program(answer.failure) and batch_size > 1 and not forward_only):
+                return answer
+    told = f"neither does a step of {' or '.join(map(str, SMALL_BATCHES))} samples, nor their forward pass alone"
+    return TrialAnswer(failure=failure.model_copy(update={"message": f"{failure.message}; {told}"}))
+
+
+def _is_of_the_program(failure: Failure) -> bool:
+    return failure.kind not in OUT_OF_MEMORY
 
 
 def raise_failure(failure: Failure) -> NoReturn:

@@ -82,6 +82,11 @@ class SearchSpace:
         """Why a configuration cannot be used, `knob: reason`; None where it can."""
         return _conflict(config, self.facts)
 
+    def beside_own(self, config: TrainingConfig) -> dict[str, Value]:
+        """The values that differ from the user's program, but for the micro-batch."""
+        changes = config.changes_from(self.baseline)
+        return {name: value for name, value in changes.items() if name != self.batch_name}
+
     def memory_class(self, config: TrainingConfig) -> MemoryClass:
         """The values that need a ceiling of their own: configurations that share them share the ceiling."""
         return tuple((one.name, config[one.name]) for one in KNOBS if one.memory == "class")

@@ -101,8 +101,11 @@ class _Script:
         for answer in candidates:
             if answer is not None and answer.config == self.config:
                 low, high = answer.speedup.interval
+                beside = (
+                    "reference, with which alone the program fits" if recommendation.reference_settings else "baseline"
+                )
                 return (
-                    f": {answer.samples_per_second:.4g} samples/s, {answer.speedup.value:.2f} times the baseline "
+                    f": {answer.samples_per_second:.4g} samples/s, {answer.speedup.value:.2f} times the {beside} "
                     f"({low:.2f} to {high:.2f})."
                 )
         return "."

@@ -34,6 +34,9 @@ class ActivationCheckpointing(Knob):
     def choices(self, facts: SearchFacts) -> tuple[str, ...]:
         return VALUES if facts.workload.blocks else (AS_IS,)
 
+    def saving(self, facts: SearchFacts) -> tuple[str, ...]:
+        return VALUES[1:] if facts.workload.blocks else ()
+
     def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
         return {} if facts.workload.blocks else {None: _without_blocks(facts)}
 

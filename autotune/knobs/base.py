@@ -144,6 +144,11 @@ class Knob(ABC):
         where it does not run with them."""
         return {}
 
+    def saving(self, facts: SearchFacts) -> tuple[Value, ...]:
+        """Values that need less memory than the baseline, of those with `memory` among the `cures`: what a program that
+        does not fit is tried with. The lightest change first, the one that saves most last."""
+        return ()
+
     @property
     def only_saves_memory(self) -> bool:
         """Whether less memory is all that can be had of it."""

@@ -41,6 +41,13 @@ class OptimizerImpl(Knob):
         expected = ("fused", AS_IS, "foreach", "for_loop")
         return tuple(value for value in expected if _not_switchable(value, facts) is None)
 
+    def saving(self, facts: SearchFacts) -> tuple[str, ...]:
+        """Grouped kernels make copies of all parameters at once, a fused one makes none."""
+        others = facts.workload.optimizer_variants
+        if "fused" in others:
+            return ("fused",)
+        return ("for_loop",) if "for_loop" in others and "foreach" not in others else ()
+
     def rank(self, value: Value, facts: SearchFacts) -> float:
         return float(VALUES.index(str(value)))
 

@@ -43,6 +43,11 @@ class Precision(Knob):
     def prior(self, facts: SearchFacts) -> tuple[str, ...]:
         return tuple(value for value in BEST_FIRST if _missing_support(value, facts) is None)
 
+    def saving(self, facts: SearchFacts) -> tuple[str, ...]:
+        """Half as much for what is kept of most operations. TF32 keeps it in float32."""
+        available = [value for value in ("bf16", "fp16") if _missing_support(value, facts) is None]
+        return tuple(available[:1])
+
     def rank(self, value: Value, facts: SearchFacts) -> float:
         return float(VALUES.index(str(value)))
 

@@ -43,13 +43,20 @@ ARGUMENTS = {"loss_fn": ("model", "batch"), "optimizer_fn": ("model",), "schedul
 """What the optional functions are called with."""
 LONGEST_STEP_SECONDS = 20.0
 """A first step slower than this is not run twice to see a warm one."""
+BACKWARD_AND_UPDATE = 3
+"""A step takes about so many times as long as its forward pass."""
+NO_STEP_FITS = (
+    "no step of your program fits, not even at a batch of 1: this was seen in forward passes, and the time of a step is "
+    "three times that of one"
+)
 
 
 def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> WorkloadFacts:
     """What the search needs to know of the user's program.
 
     Raises `WorkloadError` for what is not understood, with what to write instead; `TrialFailure` for a loss that is not
-    finite. The user's program runs as it stands: an empty configuration.
+    finite. The user's program runs as it stands: an empty configuration. Where no step of it fits, `facts_forward_only`
+    asks for what a forward pass shows that keeps nothing for a backward pass.
     """
     phase("build")
     _check_kinds(functions)
@@ -64,7 +71,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     phase("compile")
     window = _first_window(training, request.facts_batch_size)
     made_before = {name for name, _ in model.named_parameters()}
-    loss, first_seconds = _first_step(training, window, functions.loss_fn)
+    run = _timed_forward if request.facts_forward_only else _timed_step
+    loss, first_seconds = _first_run(run, training, window, functions.loss_fn)
     _refuse_later_parameters(model, made_before)
     if not math.isfinite(loss):
         raise TrialFailure(
@@ -75,14 +83,14 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     phase("measure")
     step_seconds = first_seconds
     if first_seconds < LONGEST_STEP_SECONDS:
-        _, step_seconds = _timed_step(training, window)
-    optimizer_variants, optimizer_fixed_reason = _optimizer_options(training, window)
+        _, step_seconds = run(training, window)
+    optimizer_variants, optimizer_fixed_reason = _optimizer_options(training, window, request.facts_forward_only)
     batch = to_device(fresh(window)[0].data, training.parts.device)
     weight = training.last_weight
     settings = process_settings()  # before user code is asked to set up a worker here
     _check_second_model(functions, training)
     named = named_blocks(model, request.blocks) if request.blocks else None
-    blocks = named or _found_blocks(training, batch)
+    blocks = named or _found_blocks(training, batch, request.facts_forward_only)
     loader, held = as_loader(functions.data_fn())
     datasets = (
         (as_loader(functions.data_fn())[0].dataset, as_loader(functions.data_fn())[0].dataset)
@@ -127,6 +135,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         process_settings=settings,
         step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
         fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention, *request.blocks),
+        step_fits=not request.facts_forward_only,
+        notes=(NO_STEP_FITS,) if request.facts_forward_only else (),
     )
 
 
@@ -165,10 +175,15 @@ def _check_kinds(functions: UserFunctions) -> None:
         )
 
 
-def _first_step(training: Training, window: Window, loss_fn: Callable[..., Any] | None) -> tuple[float, float]:
+def _first_run(
+    run: Callable[[Training, Window], tuple[float, float]],
+    training: Training,
+    window: Window,
+    loss_fn: Callable[..., Any] | None,
+) -> tuple[float, float]:
     """A loss_fn that fails is told how it is called, where it names its arguments otherwise."""
     try:
-        return _timed_step(training, window)
+        return run(training, window)
     except (TypeError, AttributeError) as error:
         names = _parameter_names(loss_fn)
         if names and "model" not in names[0]:
@@ -237,11 +252,22 @@ def _timed_step(training: Training, window: Window) -> tuple[float, float]:
     return float(loss), time.perf_counter() - begin
 
 
-def _optimizer_options(training: Training, window: Window) -> tuple[tuple[str, ...], str | None]:
+def _timed_forward(training: Training, window: Window) -> tuple[float, float]:
+    """The same of a forward pass, and what a step would take by that."""
+    window = fresh(window)
+    begin = time.perf_counter()
+    loss, training.last_weight = training.forward_only(window)
+    synchronize(training.parts.device)
+    return float(loss), BACKWARD_AND_UPDATE * (time.perf_counter() - begin)
+
+
+def _optimizer_options(training: Training, window: Window, forward_only: bool) -> tuple[tuple[str, ...], str | None]:
     """What the optimizer can be switched to, seen while the parameters have gradients: sparse ones forbid some."""
-    training.accumulate(fresh(window))
+    if not forward_only:
+        training.accumulate(fresh(window))
     options = variants(training.optimizer, training.parts.device), fixed_reason(training.optimizer)
-    training.update()
+    if not forward_only:
+        training.update()
     return options
 
 
@@ -265,7 +291,7 @@ def _check_second_model(functions: UserFunctions, training: Training) -> None:
         )
 
 
-def _found_blocks(training: Training, batch: Any) -> Blocks:
+def _found_blocks(training: Training, batch: Any, forward_only: bool) -> Blocks:
     if _is_compiled(training.model):
         return NO_BLOCKS
 
@@ -273,7 +299,7 @@ def _found_blocks(training: Training, batch: Any) -> Blocks:
         training._loss(batch)
 
     try:
-        return find_blocks(training.model, run_step)
+        return find_blocks(training.model, run_step, keep_saved=not forward_only)
     except Exception:  # the step itself ran: what raises is being watched, as in scripted modules or under torch.func
         return NO_BLOCKS
 

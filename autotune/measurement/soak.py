@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autotune.config import TrainingConfig
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, synchronize
 from autotune.measurement.compilation import compile_counts
@@ -205,7 +204,7 @@ class _Alone:
 
     def _own_error(self, attempt: Callable[[Training, Window], str]) -> Exception | None:
         seed_everything(self.request.conditions.seed)
-        plain = Training(self.functions, TrainingConfig({}), self.request.conditions)
+        plain = Training(self.functions, self.request.reference, self.request.conditions, blocks=self.request.blocks)
         try:
             plain.step(fresh(self.window))
             attempt(plain, self.window)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.config import TrainingConfig, Value, settings_text
+from autotune.records import Recommendation
 
 OWN_SETTINGS = "your settings"
 Tone = Literal["plain", "good", "warning", "bad"]
@@ -74,6 +75,12 @@ def several_lines(text: str) -> str:
 def shown_settings(settings: Mapping[str, Value]) -> str:
     """Settings that differ from the user's; says so where none do."""
     return settings_text(settings) or OWN_SETTINGS
+
+
+def own_values(recommendation: Recommendation) -> TrainingConfig:
+    """What of the baseline are the user's own settings: all, unless their program fits at no batch with all of them."""
+    baseline, others = recommendation.baseline.config, recommendation.reference_settings
+    return TrainingConfig({name: value for name, value in baseline.items() if name not in others})
 
 
 def changes_text(config: TrainingConfig, baseline: TrainingConfig | None) -> str:

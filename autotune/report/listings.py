@@ -38,15 +38,26 @@ class KnobLine:
 
 def check_document(report: CheckReport) -> Document:
     """What one step of the user's program showed, and what a search of it would try."""
+    fits = report.facts.workload.step_fits
+    ran = (
+        "one training step of it ran"
+        if fits
+        else "no training step of it fits, and a search begins with what makes one fit"
+    )
     return (
-        Sentence("Your program is understood: one training step of it ran.", "good"),
+        Sentence(f"Your program is understood: {ran}.", "good" if fits else "warning"),
         Lines("Your program", _workload_lines(report.facts)),
         Lines("This machine", _machine_lines(report.facts.machine)),
         *_offered(report.offered),
         *lines_if_any("Not tried here", tuple(_refusal_text(refusal) for refusal in report.refused)),
-        *lines_if_any("Warnings", report.warnings, "warning"),
+        *lines_if_any("Warnings", _told_once(report), "warning"),
         Sentence(_duration_text(report.estimated_search_seconds, report.budget_seconds)),
     )
+
+
+def _told_once(report: CheckReport) -> tuple[str, ...]:
+    """The warnings without those that stand among the lines on the program already."""
+    return tuple(warning for warning in report.warnings if warning not in report.facts.workload.notes)
 
 
 def _duration_text(needed_seconds: float, budget_seconds: float) -> str:

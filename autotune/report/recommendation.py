@@ -27,6 +27,7 @@ from autotune.report.document import (
     Verbatim,
     counted,
     lines_if_any,
+    own_values,
     shown_settings,
 )
 
@@ -40,7 +41,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         Lines(
             "Trains the same",
             (
-                *_parity_of(recommendation.best, recommendation.keep),
+                *_parity_of(recommendation),
                 f"the loss: {recommendation.workload.loss_convention}",
             ),
         ),
@@ -48,7 +49,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         *lines_if_any("Price", recommendation.best.prices),
         *_free_batch(recommendation),
         *lines_if_any("Other settings", recommendation.other_settings),
-        *ceilings_grid(recommendation.ceilings, recommendation.baseline.config),
+        *ceilings_grid(recommendation.ceilings, own_values(recommendation)),
         *lines_if_any("Ran, and not recommended", recommendation.rejected, "warning"),
         *lines_if_any("Failed trials", _failure_counts(recommendation)),
         *lines_if_any("Warnings", recommendation.warnings, "warning"),
@@ -62,17 +63,32 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
 def _comparison(recommendation: Recommendation) -> Grid:
     if recommendation.keep:
         return _answer_grid("Your settings", {"yours": recommendation.baseline}, recommendation)
-    answers = {"yours": recommendation.baseline, "recommended": recommendation.best}
+    answers = {_whose(recommendation): recommendation.baseline, "recommended": recommendation.best}
+    if _is_reference(recommendation):
+        del answers[_whose(recommendation)]
     return _answer_grid("What to use", answers, recommendation)
+
+
+def _whose(recommendation: Recommendation) -> str:
+    """The head of the column beside the answers: what stands there is not the user's own program where that fits at no
+    batch."""
+    return "reference" if recommendation.reference_settings else "yours"
+
+
+def _is_reference(recommendation: Recommendation) -> bool:
+    """Whether what is recommended is what all else was compared with."""
+    return recommendation.best.config == recommendation.baseline.config and not recommendation.keep
 
 
 def _answer_grid(title: str, answers: dict[str, Answer], recommendation: Recommendation) -> Grid:
     """One column for each answer; a row that has nothing to tell in any of them is left out."""
     samples = recommendation.settings.train_samples
     last = list(answers.values())[-1]
+    changed = {*last.config.changes_from(recommendation.baseline.config), *recommendation.reference_settings}
     rows = [
         (name, *(value_text(answer.config[name]) for answer in answers.values()))
-        for name in last.config.changes_from(recommendation.baseline.config)
+        for name in last.config
+        if name in changed
     ]
     measured: list[tuple[str, Callable[[Answer], str | None]]] = [
         ("samples/s", lambda answer: format_rate(answer.samples_per_second)),
@@ -119,9 +135,14 @@ def interval_text(format_number: Callable[[float], str], interval: tuple[float, 
     return "spread not seen" if high >= NO_UPPER_END else f"{format_number(low)} to {format_number(high)}"
 
 
-def _speedup_text(answer: Answer) -> str:
+def _speedup_text(answer: Answer, beside: str) -> str:
     interval = interval_text(format_ratio, answer.speedup.interval)
-    return f"{format_ratio(answer.speedup.value)} the speed of your settings (95 % interval: {interval})"
+    return f"{format_ratio(answer.speedup.value)} the speed of {beside} (95 % interval: {interval})"
+
+
+def _beside(recommendation: Recommendation) -> str:
+    """What speed-ups are told against."""
+    return "the reference" if recommendation.reference_settings else "your settings"
 
 
 def _hours_text(hours: float) -> str:
@@ -139,19 +160,24 @@ def _compile_text(answer: Answer) -> str | None:
 def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
     best = recommendation.best
     rounds = best.confirmed_rounds
-    ratio = _speedup_text(best)
-    if recommendation.keep:
-        ratio = f"your settings ran at {format_rate(best.samples_per_second)} samples/s"
+    ratio = _speedup_text(best, _beside(recommendation))
+    alone = recommendation.keep or _is_reference(recommendation)
+    if alone:
+        whose = "your settings" if recommendation.keep else "it"
+        ratio = f"{whose} ran at {format_rate(best.samples_per_second)} samples/s"
     if rounds == 0:
         return (f"{ratio}; not confirmed: there was no time to measure it again in fresh processes",)
     times = "once" if rounds == 1 else f"{rounds} times"
-    beside = "" if recommendation.keep else ", in turn with your settings"
+    beside = "" if alone else f", in turn with {_beside(recommendation)}"
     return (f"{ratio}; measured again {times} in fresh processes{beside}",)
 
 
-def _parity_of(answer: Answer, keep: bool) -> tuple[str, ...]:
-    if keep:
+def _parity_of(recommendation: Recommendation) -> tuple[str, ...]:
+    answer = recommendation.best
+    if recommendation.keep:
         return ("nothing is changed",)
+    if _is_reference(recommendation):
+        return ("not checked: your own step does not fit, so there is nothing to hold these settings against",)
     if answer.computes_the_same:
         return ("yes: only how batches are loaded is changed, nothing that is computed",)
     if answer.parity is None:
@@ -206,13 +232,16 @@ def _free_batch(recommendation: Recommendation) -> Document:
     if answer is None:
         return ()
     grid = _answer_grid(
-        "Second answer, with the batch free", {"yours": recommendation.baseline, "batch free": answer}, recommendation
+        "Second answer, with the batch free",
+        {_whose(recommendation): recommendation.baseline, "batch free": answer},
+        recommendation,
     )
     unchecked = (
         () if answer.parity is not None or answer.computes_the_same else ("not checked against your step in fp32",)
     )
     unconfirmed = () if answer.confirmed_rounds else ("not confirmed in fresh processes",)
-    return grid, Lines("Price of the second answer", (_speedup_text(answer), *unconfirmed, *unchecked, *answer.prices))
+    speedup = _speedup_text(answer, _beside(recommendation))
+    return grid, Lines("Price of the second answer", (speedup, *unconfirmed, *unchecked, *answer.prices))
 
 
 def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig) -> Document:

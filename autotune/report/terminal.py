@@ -101,7 +101,7 @@ class _Lasting:
 
 def _best_text(best: Standing | None, free_batch: Standing | None) -> str:
     """How good the best so far is, and what another batch would give beside it."""
-    told = "" if best is None else f"best so far {_standing_text(best)} the speed of your settings"
+    told = "" if best is None else f"best so far {_standing_text(best)} the speed of {best.beside}"
     return told if free_batch is None else f"{told}; with the batch free {_standing_text(free_batch)}"
 
 

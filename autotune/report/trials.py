@@ -23,6 +23,7 @@ from autotune.report.document import (
     changes_text,
     counted,
     lines_if_any,
+    own_values,
 )
 from autotune.report.recommendation import losses_text
 
@@ -66,7 +67,7 @@ def trials_document(
 
 def _baseline(trials: Sequence[Trial], recommendation: Recommendation | None) -> TrainingConfig | None:
     if recommendation is not None:
-        return recommendation.baseline.config
+        return own_values(recommendation)
     return next((trial.config for trial in trials if trial.stage == "baseline"), None)
 
 

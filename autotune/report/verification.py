@@ -26,7 +26,11 @@ def verification_document(report: VerifyReport) -> Document:
 def _then_and_now(report: VerifyReport) -> Grid:
     best = report.best or (report.baseline if report.best_then.config == report.baseline.config else None)
     rows = [
-        ("your settings, samples/s", _rate(report.baseline_then), _rate(report.baseline)),
+        (
+            f"{'the reference' if report.reference_settings else 'your settings'}, samples/s",
+            _rate(report.baseline_then),
+            _rate(report.baseline),
+        ),
         ("recommended, samples/s", _rate(report.best_then), "-" if best is None else _rate(best)),
         ("times the speed", _speedup(report.best_then), "-" if best is None else _speedup(best)),
         ("  95 % interval", _interval(report.best_then), "-" if best is None else _interval(best)),

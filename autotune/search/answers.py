@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
 from autotune.records import Answer, Failure, Measurement, ParityResult, Ratio, Settings, Trial
 from autotune.space import MemoryClass, SearchSpace
@@ -82,8 +82,9 @@ class Results:
         if self.settings.objective == "memory":
             return False
         savers = [knob.name for knob in KNOBS if knob.only_saves_memory and knob.name in self.space.varied]
-        changed = [name for name in savers if config[name] != self.baseline[name]]
-        return any(not self._is_needed(config, config.replace({name: self.baseline[name]})) for name in changed)
+        own = self.space.baseline
+        changed = [name for name in savers if config[name] != own[name]]
+        return any(not self._is_needed(config, config.replace({name: own[name]})) for name in changed)
 
     def _is_needed(self, config: TrainingConfig, plain: TrainingConfig) -> bool:
         smallest_misfit = self.misfits.get(self.space.memory_class(plain))
@@ -170,6 +171,15 @@ class Results:
             if self.keeps_the_batch(one.config) and self.gain(one) >= WORTHWHILE_GAIN and one.speedup.interval[0] > 1
         ]
         return max(answers, key=self.gain, default=None)
+
+    @property
+    def reference_settings(self) -> dict[str, Value]:
+        """What the baseline takes beside the user's own settings, where their program fits at no batch without."""
+        return self.space.beside_own(self.baseline)
+
+    def whose(self, own: str) -> str:
+        """What the baseline is called: `own`, unless it is not quite the user's."""
+        return "the reference" if self.reference_settings else own
 
     # --- one configuration ---
 

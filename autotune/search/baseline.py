@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, Value, settings_text
 from autotune.errors import NoAnswerError, UserError
+from autotune.knobs.registry import KNOBS
 from autotune.records import OUT_OF_MEMORY, Failure, Trial
 from autotune.search.memory import find_ceiling
+from autotune.search.rescue import lightest_that_fits
 from autotune.search.session import Session
 
 
-def run_baseline(session: Session) -> Trial:
-    """Measures the user's program; where it does not fit, the largest micro-batch that does, at the same global batch.
+def run_baseline(session: Session, *, expected: Mapping[str, Value] | None = None) -> Trial:
+    """Measures the user's program; where it does not fit, the largest micro-batch that does, at the same global batch;
+    where none does, that with the lightest settings with which one does. `expected`: these, where they are known.
 
     Raises `UserError` where the program cannot run at all, and `NoAnswerError` where that is not its fault: the text
     says what happened.
     """
     config = session.space.baseline
     session.watcher.stage("baseline", "your program as it is")
-    trial = _measured(session, config)
-    if trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY:
-        config, trial = _smaller_reference(session, config, trial.failure)
+    if not session.facts.workload.step_fits:
+        config, trial = _leaner_reference(session, config, "no step of it fits", expected)
+    else:
+        trial = _measured(session, config)
+        if trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY:
+            config, trial = _smaller_reference(session, config, trial.failure, expected)
     if trial.failure is not None:
         raise baseline_error(trial.failure)
     session.baseline = config
@@ -55,21 +62,55 @@ def told_beside(failure: Failure) -> str:
     return "\n".join(lines)
 
 
-def _smaller_reference(session: Session, config: TrainingConfig, failure: Failure) -> tuple[TrainingConfig, Trial]:
+def _smaller_reference(
+    session: Session, config: TrainingConfig, failure: Failure, expected: Mapping[str, Value] | None
+) -> tuple[TrainingConfig, Trial]:
     """The reference where the baseline does not fit. The user is told first."""
     size = session.space.micro_batch(config)
     session.watcher.note(f"your batch of {size} does not fit ({failure.message}); looking for the largest that does")
     ceiling = find_ceiling(session, config, keep_global_batch=True)
     if ceiling.largest_batch_size is None:
-        raise UserError(
-            f"your program does not fit at any micro-batch of your batch of {size}: {failure.message}. "
-            "Use a smaller model, or a larger card"
-        )
+        return _leaner_reference(session, config, failure.message, expected)
     smaller = config.replace({session.space.batch_name: ceiling.largest_batch_size})
-    same_batch = session.settings.conditions.global_batch_size is not None
-    how = "gradients accumulated to the same batch" if same_batch else "a smaller effective batch, since none is held"
     largest = ceiling.largest_batch_size
-    warning = f"a batch of {size} does not fit here; the reference is a micro-batch of {largest}, with {how}"
+    _warn(
+        session,
+        f"a batch of {size} does not fit here; the reference is a micro-batch of {largest}, with {_how(session)}",
+    )
+    return smaller, _measured(session, smaller)
+
+
+def _leaner_reference(
+    session: Session, config: TrainingConfig, why: str, expected: Mapping[str, Value] | None
+) -> tuple[TrainingConfig, Trial]:
+    """The reference where the user's program fits at no micro-batch. The user is told first."""
+    space = session.space
+    session.watcher.note(f"your program fits at no batch as it is ({why}); looking for what it takes to make it fit")
+    leanest = lightest_that_fits(session, why, expected or {})
+    leaner = leanest.replace({space.batch_name: space.micro_batch(config)})
+    ceiling = find_ceiling(session, leaner, keep_global_batch=True, start=space.micro_batch(leanest))
+    size = ceiling.largest_batch_size or space.micro_batch(leanest)
+    leaner = leaner.replace({space.batch_name: size})
+    settings = space.beside_own(leaner)
+    how = f", with {_how(session)}" if size < space.micro_batch(config) else ""
+    rounds = "" if all(knob.effect == "exact" for knob in KNOBS if knob.name in settings) else UNCHECKED
+    _warn(
+        session,
+        f"your program fits at no batch here; the reference is your program with {settings_text(settings)}, at a "
+        f"micro-batch of {size}{how}, and every speed-up is told against that{rounds}",
+    )
+    return leaner, _measured(session, leaner)
+
+
+UNCHECKED = "; what these settings round is not checked, since no step in fp32 fits"
+
+
+def _how(session: Session) -> str:
+    same_batch = session.settings.conditions.global_batch_size is not None
+    return "gradients accumulated to the same batch" if same_batch else "a smaller effective batch, since none is held"
+
+
+def _warn(session: Session, warning: str) -> None:
+    """Told at once, and in the report."""
     session.warnings.append(warning)
     session.watcher.note(warning)
-    return smaller, _measured(session, smaller)

@@ -24,7 +24,11 @@ def few_rounds(results: Results, named: Mapping[str, TrainingConfig], more: str)
     if not few:
         return ()
     subject = f"{' and '.join(few)} {'were' if len(few) > 1 else 'was'}"
-    seen = "measured again beside your settings only once" if any(few.values()) else "not measured again"
+    seen = (
+        f"measured again beside {results.whose('your settings')} only once"
+        if any(few.values())
+        else "not measured again"
+    )
     return (
         f"{subject} {seen}: how much processes differ on this machine was not seen, so the interval is that of a quiet "
         f"machine, and other work on it makes it wrong; {more}",

@@ -104,7 +104,7 @@ def _affordable(session: Session, finalists: list[TrainingConfig]) -> list[Train
 
 
 def _leave_out(session: Session, config: TrainingConfig) -> None:
-    shown = settings_text(session.changes(config))
+    shown = settings_text(session.told_changes(config))
     session.skipped[shown] = f"{shown}: close to the best, and not confirmed, for lack of time"
 
 
@@ -302,7 +302,9 @@ def _held_against(session: Session, answer: TrialAnswer) -> Failure | None:
         return Failure(kind="device_oom", phase="soak", message=thrashes)
     if (grows := leak(soak.growth_bytes_per_step)) and not _own_program_grows(session):
         kind: FailureKind = "device_oom" if session.facts.device == "cuda" else "host_oom"
-        return Failure(kind=kind, phase="soak", message=f"{grows}, and your own settings show none")
+        return Failure(
+            kind=kind, phase="soak", message=f"{grows}, and {session.results().whose('your own settings')} show none"
+        )
     return _too_slow_at_the_end(session, soak)
 
 
@@ -326,7 +328,8 @@ def _too_slow_at_the_end(session: Session, soak: SoakResult) -> Failure | None:
     if own is None or own.soak is None or (own.soak.last_samples_per_second or 0.0) <= last_rate:
         return None
     slower = (
-        f"it slowed down to {format_rate(last_rate)} samples/s, below the {format_rate(base_rate)} of your settings"
+        f"it slowed down to {format_rate(last_rate)} samples/s, below the {format_rate(base_rate)} of "
+        f"{session.results().whose('your settings')}"
     )
     return Failure(kind="timeout", phase="soak", message=slower)
 

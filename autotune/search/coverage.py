@@ -57,8 +57,8 @@ def _not_taken(results: Results, chosen: TrainingConfig) -> Iterator[str]:
         ends = "spread not seen" if high >= NO_UPPER_END else f"{format_ratio(low)} to {format_ratio(high)}"
         shown = settings_text(config.changes_from(results.baseline))
         yield (
-            f"measured again beside your settings, and not taken: {shown}: {format_ratio(value)} the speed (99 % "
-            f"interval, which decides: {ends})"
+            f"measured again beside {results.whose('your settings')}, and not taken: {shown}: {format_ratio(value)} the "
+            f"speed (99 % interval, which decides: {ends})"
         )
 
 
@@ -148,11 +148,13 @@ def _untried(
 
 
 def _usable(results: Results, chosen: TrainingConfig, knob: Knob) -> list[Value]:
-    """The knob's other values that do not conflict with the answer."""
+    """The knob's other values that do not conflict with the answer, and without which the program fits."""
+    needed = {results.space.baseline[knob.name]} if knob.name in results.reference_settings else set()
     return [
         value
         for value in results.space.choices[knob.name]
-        if value != chosen[knob.name] and results.space.conflict(chosen.replace({knob.name: value})) is None
+        if value not in {chosen[knob.name], *needed}
+        and results.space.conflict(chosen.replace({knob.name: value})) is None
     ]
 
 
@@ -178,7 +180,8 @@ def _ran(trials: Sequence[Trial], knob: Knob, value: Value) -> bool:
 
 
 def _memory_lacked(results: Results) -> bool:
-    return any(trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY for trial in results.trials)
+    ran_out = any(trial.failure is not None and trial.failure.kind in OUT_OF_MEMORY for trial in results.trials)
+    return ran_out or bool(results.reference_settings)
 
 
 def _missed_text(missed: Sequence[str], reason: ShortOf | Literal["interrupt"] | None) -> str:

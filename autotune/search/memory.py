@@ -15,16 +15,19 @@ LONGEST_PROBE_SHARE = 0.03
 """A probe whose single step takes a larger share of the budget ends the search for larger batches."""
 
 
-def find_ceiling(session: Session, config: TrainingConfig, *, keep_global_batch: bool = False) -> Ceiling:
+def find_ceiling(
+    session: Session, config: TrainingConfig, *, keep_global_batch: bool = False, start: int | None = None
+) -> Ceiling:
     """The largest micro-batch that runs and leaves the margin, the other knobs as in `config`.
 
-    `keep_global_batch`: only micro-batches that the global batch is a multiple of. Every size named in the answer ran,
+    `keep_global_batch`: only micro-batches that the global batch is a multiple of. `start`: the first to try, in place of
+    the micro-batch of `config`. Every size named in the answer ran,
     or failed, here; the probes are kept in the study, so a resumed search asks for none twice.
     """
     space = session.space
     held = space.effective_batch(config)
     sizes = [size for size in space.probe_sizes(config) if not keep_global_batch or held % size == 0]
-    start = min(space.micro_batch(config), max(sizes))
+    start = min(start or space.micro_batch(config), max(sizes))
     allowed = sizes if keep_global_batch else _allowed_sizes(session, config)
     search = CeilingSearch(
         limit_bytes=_aim_bytes(session),

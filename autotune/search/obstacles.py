@@ -15,6 +15,8 @@ CHANGES_FAIL: frozenset[FailureKind] = frozenset(
 """What fails so fails again with the same changes."""
 CHANGES_FAIL_FURTHER: frozenset[FailureKind] = frozenset({"timeout", "crash", "file_limit", "shared_memory"})
 """What fails so also fails with more of the same: larger batches, more workers. Finding that out each time would be dear."""
+LEAN_KNOBS = tuple(knob.name for knob in KNOBS if knob.memory == "constant" and "memory" in knob.cures)
+"""They make no memory class, since what they take does not grow with the batch; but it may decide whether any fits."""
 LOADER_KNOBS = frozenset(knob.name for knob in KNOBS if knob.stage == "loader")
 
 
@@ -27,12 +29,17 @@ class TooLarge:
     """None: it ran, without leaving the margin."""
 
 
+Leanness = tuple[Value, ...]
+"""The values of `LEAN_KNOBS`."""
+
+
 class Obstacles:
     """Learns from every trial and every probe, in whatever order."""
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._too_large: dict[MemoryClass, TooLarge] = {}
+        self._too_large: dict[MemoryClass, dict[Leanness, TooLarge]] = {}
+        self._largest_that_fit: dict[MemoryClass, dict[Leanness, int]] = {}
         self._failed: dict[tuple[str, object], tuple[TrainingConfig, Failure]] = {}
         self._largest_that_ran = 0
 
@@ -53,13 +60,31 @@ class Obstacles:
         elif answer.memory is not None:
             self._ran(config)
 
+    def learn_misfit(self, config: TrainingConfig) -> None:
+        """A configuration of which it is known, from elsewhere, that it does not fit."""
+        self._did_not_fit(config, "device_oom" if self._space.facts.device == "cuda" else "host_oom")
+
     def too_large(self, config: TrainingConfig) -> TooLarge | None:
         """The smallest micro-batch that did not fit with the memory settings of this configuration."""
-        return self._too_large.get(self._space.memory_class(config))
+        return self._smallest(self._space.memory_class(config), _leanness(config))
 
     def misfits(self) -> dict[MemoryClass, int]:
         """The smallest micro-batch that did not fit, for each class of memory settings in which one did not."""
-        return {memory_class: known.micro_batch_size for memory_class, known in self._too_large.items()}
+        smallest = {memory_class: self._smallest(memory_class, None) for memory_class in self._too_large}
+        return {memory_class: known.micro_batch_size for memory_class, known in smallest.items() if known is not None}
+
+    def _smallest(self, memory_class: MemoryClass, leanness: Leanness | None) -> TooLarge | None:
+        """A failure tells of the whole class, unless as large a batch ran with other values of `LEAN_KNOBS`; it always
+        tells of its own."""
+        fit = self._largest_that_fit.get(memory_class, {})
+
+        def tells(own: Leanness, known: TooLarge) -> bool:
+            others = [size for other, size in fit.items() if other != own]
+            return own == leanness or known.micro_batch_size > max(others, default=0)
+
+        failed = self._too_large.get(memory_class, {}).items()
+        told = [known for own, known in failed if tells(own, known)]
+        return min(told, key=lambda known: known.micro_batch_size, default=None)
 
     def is_bold(self, config: TrainingConfig) -> bool:
         """Whether the micro-batch is more than twice the largest that ran with any settings: likely not to fit."""
@@ -95,13 +120,20 @@ class Obstacles:
             self._failed[key] = config, failure
 
     def _ran(self, config: TrainingConfig) -> None:
-        self._largest_that_ran = max(self._largest_that_ran, self._space.micro_batch(config))
+        size = self._space.micro_batch(config)
+        self._largest_that_ran = max(self._largest_that_ran, size)
+        fit = self._largest_that_fit.setdefault(self._space.memory_class(config), {})
+        fit[_leanness(config)] = max(fit.get(_leanness(config), 0), size)
 
     def _did_not_fit(self, config: TrainingConfig, kind: FailureKind | None) -> None:
-        memory_class, size = self._space.memory_class(config), self._space.micro_batch(config)
-        known = self._too_large.get(memory_class)
+        failed, size = self._too_large.setdefault(self._space.memory_class(config), {}), self._space.micro_batch(config)
+        known = failed.get(_leanness(config))
         if known is None or size < known.micro_batch_size:
-            self._too_large[memory_class] = TooLarge(size, kind)
+            failed[_leanness(config)] = TooLarge(size, kind)
+
+
+def _leanness(config: TrainingConfig) -> Leanness:
+    return tuple(config[name] for name in LEAN_KNOBS)
 
 
 def _is_of_the_step(config: TrainingConfig, failure: Failure) -> bool:

@@ -59,16 +59,17 @@ def recommend(evidence: Evidence) -> Recommendation:
     assert as_it_is is not None
     limit_bytes = evidence.memory_limit_bytes
     cause = None if refuted(results) else bottleneck(as_it_is, device=facts.device, limit_bytes=limit_bytes)
-    keep = best.config == results.baseline
+    settings = results.reference_settings
     failures = [trial.failure for trial in results.trials if trial.failure is not None]
     return Recommendation(
         machine=facts.machine,
         workload=facts.workload,
         reference=evidence.reference,
         settings=results.settings,
-        keep=keep,
+        keep=best.config == results.baseline and not settings,
         verdict=_verdict(results, best, baseline),
         baseline=_with_hours(evidence, baseline, 0.0),
+        reference_settings=settings,
         best=_explained(evidence, best, baseline, cause, as_it_is),
         free_batch=_explained(evidence, free, baseline, cause, as_it_is) if free is not None else None,
         bottleneck=cause,
@@ -112,7 +113,10 @@ def _explained(
             "compile_pays_after_steps": pays,
         }
     )
-    why = list(reasons(answer.config, results.baseline, results.trials, evidence.knobs))
+    why = [
+        *_needed(results, answer.config),
+        *reasons(answer.config, results.baseline, results.trials, evidence.knobs),
+    ]
     if cause is not None:
         movable = [knob for knob in evidence.knobs if knob.name in results.space.varied]
         changed = answer.config.changes_from(results.baseline).keys()
@@ -125,13 +129,23 @@ def _explained(
     )
 
 
+def _needed(results: Results, config: TrainingConfig) -> tuple[str, ...]:
+    """Why it has values of the reference that the user's program has not."""
+    settings = results.reference_settings
+    needed = {name: value for name, value in settings.items() if config[name] == value}
+    if not needed:
+        return ()
+    fits = f"as it is, your program fits at no batch, and with {settings_text(settings)} it does"
+    return (f"{settings_text(needed)}: {fits}",)
+
+
 def _uncertain(results: Results, best: Answer, free: Answer | None) -> tuple[str, ...]:
     """That the figures of the answers are less sure than their intervals say."""
     more = "the same command goes on, and measures again"
     answers = {"the recommendation": best.config, **({"the second answer": free.config} if free is not None else {})}
     return (
         *few_rounds(results, answers, more),
-        *moved(results, results.baseline, "your own program"),
+        *moved(results, results.baseline, results.whose("your own program")),
         *refutation(results),
         *(moved(results, best.config, "the recommendation") if best.config != results.baseline else ()),
     )
@@ -155,7 +169,8 @@ def _disturbed(results: Results, best: TrainingConfig) -> tuple[str, ...]:
     disturbed = [measurement for measurement in measured if measurement.gpu_notes]
     if not disturbed:
         return ()
-    whose = "your settings" if best == results.baseline else "your settings and the recommendation"
+    own = results.whose("your settings")
+    whose = own if best == results.baseline else f"{own} and the recommendation"
     return (
         f"{len(disturbed)} of the {len(measured)} measurements of {whose} were disturbed, such as the last of them: "
         f"{'; '.join(disturbed[-1].gpu_notes)}",
@@ -245,6 +260,9 @@ def _ceilings(evidence: Evidence, configs: Sequence[TrainingConfig]) -> tuple[Ce
 
 def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
     saves_memory = results.settings.objective == "memory"
+    reference = settings_text(baseline.config.changes_from(results.space.baseline))
+    if results.reference_settings and best.config == results.baseline:
+        return f"Use {reference}: your program fits at no batch as it is, and nothing that was measured beats this."
     if best.config == results.baseline:
         if all(trial.config == results.baseline or trial.measurement is None for trial in results.trials):
             if not results.space.varied:
@@ -260,12 +278,15 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
             )
         aim = "needs at least 2 % less memory" if saves_memory else "is at least 2 % faster"
         return f"Keep your settings: nothing that was measured {aim} for certain."
-    changes = _changes_text(best.config, baseline)
+    own = results.space.baseline if results.reference_settings else baseline.config
+    changes = settings_text(best.config.changes_from(own))
     low, high = best.speedup.interval
     faster = f"{best.speedup.value:.2f} times the speed (95 % interval {low:.2f} to {high:.2f})"
     if saves_memory:
         share = best.peak_allocated_bytes / max(1, baseline.peak_allocated_bytes)
         faster = f"{format_share(share)} of the peak memory, at {faster}"
+    if results.reference_settings:
+        faster = f"{faster} of {reference}, for your program fits at no batch as it is"
     if best.confirmed_rounds == 0:
         return f"So far, and not confirmed: {changes}: {faster}."
     once = "; measured again once" if best.confirmed_rounds == 1 else ""
@@ -291,7 +312,7 @@ def _rejected(results: Results, baseline: Answer) -> tuple[str, ...]:
         )
         text = f"{times:.2f} times the speed ({format_spread(times, interval)})"
         wrong = "and wrong" if trial.failure.kind == "numerics" else "and not usable"
-        sentences.append(f"{changes or 'your settings'}: {text}, {wrong}: {trial.failure.message}")
+        sentences.append(f"{changes or results.whose('your settings')}: {text}, {wrong}: {trial.failure.message}")
     return tuple(dict.fromkeys(sentences))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
-from autotune.records import Ceiling, Trial
+from autotune.records import OUT_OF_MEMORY, Ceiling, Trial
 from autotune.search.baseline import run_baseline
 from autotune.search.compute import (
     bottleneck_of,
@@ -19,6 +19,7 @@ from autotune.search.exhaust import exhaust
 from autotune.search.explore import explore, sample
 from autotune.search.loader import search_loader
 from autotune.search.memory import find_ceiling
+from autotune.search.rescue import saving
 from autotune.search.session import Session
 
 OWN_CEILING_SHARE = 0.1
@@ -58,7 +59,7 @@ class Search:
         start = self._start()
         if start is not None:
             self._first_ceilings(start)
-            self._descend(start)
+            self._descend(self._roomier(start))
         self._reserve()
         explore(self.session)
 
@@ -109,6 +110,33 @@ class Search:
             if seconds < SAVER_CEILING_SHARE * session.budget.seconds and session.budget.allows(seconds):
                 self.ceiling(config)
 
+    def _roomier(self, start: Trial) -> Trial:
+        """Where the program fits at no batch as it is, the same with what saves most memory at a larger batch, up to the
+        user's, if that is faster: a tiny batch may cost more than recomputation."""
+        session, space = self.session, self.session.space
+        if not session.results().reference_settings:
+            return start
+        savers = [knob.name for knob in KNOBS if knob.only_saves_memory and knob.name in space.varied]
+        lean = start.config.replace({name: values[-1] for name, values in saving(space).items() if name in savers})
+        for _ in range(2):
+            known = self.ceilings.get(space.memory_class(lean))
+            largest = space.micro_batch(space.baseline)
+            if known is not None:
+                largest = min(largest, known.largest_batch_size or 1)
+            sizes = [s for s in space.batch_sizes if space.micro_batch(start.config) < s <= largest]
+            if not sizes:
+                break
+            candidate = lean.replace({space.batch_name: sizes[-1]})
+            if session.obstacle(candidate) is None and session.affords(candidate):
+                session.watcher.stage("compute", "what saves most memory, at a larger batch")
+                trial = session.measure(candidate, "compute", incumbent=start)
+                if trial.failure is None and session.compute_score(trial) > session.compute_score(start):
+                    return trial
+                if trial.failure is None or trial.failure.kind not in OUT_OF_MEMORY:
+                    break
+            self.ceiling(lean)
+        return start
+
     def _ceiling_seconds(self, start: Trial) -> float:
         """What three probes are likely to take: one at this batch, one in the middle, one at the end."""
         session, measurement = self.session, start.measurement
@@ -142,7 +170,8 @@ class Search:
         assert session.baseline is not None
         if space.start == space.baseline:
             return session.baseline_trial()
-        fixed = space.start
+        lean = space.beside_own(session.baseline)
+        fixed = space.start.replace({name: value for name, value in lean.items() if name in space.varied})
         if space.batch_name not in session.settings.fixed:
             fixed = fixed.replace({space.batch_name: space.micro_batch(session.baseline)})
         for config in self.memory_candidates(fixed):

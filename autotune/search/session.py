@@ -132,7 +132,7 @@ class Session:
     ) -> Trial:
         confirms = confirm_round is not None
         number = self.study.begin(config)
-        self.watcher.trial_started(number, self.changes(config), stage)
+        self.watcher.trial_started(number, self.told_changes(config), stage)
         self.watcher.time_left(self.budget.left())
         started_at = time.time()
         request = self._request("measure", config, confirm=confirms).model_copy(update=race)
@@ -272,13 +272,20 @@ class Session:
             self.parity_results[self.space.numerics_key(config)] = outcome
 
     def _request(self, kind: TrialKind, config: TrainingConfig, *, confirm: bool = False) -> TrialRequest:
-        return trial_request(kind, config, confirm=confirm, space=self.space, settings=self.settings, pace=self.pace)
+        request = trial_request(kind, config, confirm=confirm, space=self.space, settings=self.settings, pace=self.pace)
+        reference = self.space.beside_own(self.changes_base)
+        return request.model_copy(update={"reference": TrainingConfig(reference)}) if reference else request
 
     # --- judging ---
 
     def changes(self, config: TrainingConfig) -> Mapping[str, Value]:
         """The knobs in which a configuration differs from the baseline."""
         return config.changes_from(self.changes_base)
+
+    def told_changes(self, config: TrainingConfig) -> Mapping[str, Value]:
+        """The same for a person: where the baseline has more than the user's own settings, from these."""
+        beside = self.space.beside_own(self.changes_base)
+        return config.changes_from(self.space.baseline) if beside else self.changes(config)
 
     @property
     def changes_base(self) -> TrainingConfig:
@@ -331,17 +338,18 @@ class Session:
         if base is None or base.measurement is None:
             return None
         results, usable = self.results(), self.candidates(free=free)
+        beside = results.whose("your settings")
         if free:
             usable = [trial for trial in usable if not self.allowed(trial.config)]
         confirmed = [results.answer(t.config) for t in usable if results.round_pairs(t.config)]
         if any(answer.config != self.baseline for answer in confirmed):
             top = max(confirmed, key=results.gain)
-            return Standing(samples_per_second=top.samples_per_second, speedup=top.speedup.value)
+            return Standing(samples_per_second=top.samples_per_second, speedup=top.speedup.value, beside=beside)
         first = next((trial.measurement for trial in usable if trial.measurement is not None), None)
         if first is None:
             return None
         rate = first.samples_per_second
-        return Standing(samples_per_second=rate, speedup=rate / base.measurement.samples_per_second)
+        return Standing(samples_per_second=rate, speedup=rate / base.measurement.samples_per_second, beside=beside)
 
     def baseline_trial(self) -> Trial | None:
         """The baseline's own measurement, which it has once `baseline` is set."""

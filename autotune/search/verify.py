@@ -49,7 +49,7 @@ class _Verification:
 
     def report(self) -> VerifyReport:
         """The whole of it, ended by the first thing that speaks against the recommendation."""
-        run_baseline(self.session)
+        run_baseline(self.session, expected=self.claimed.reference_settings)
         if self.claimed.keep or self.config == self.session.baseline:
             return self._nothing_to_compare()
         return self._refused() or self._trained_differently() or self._failed() or self._compared()
@@ -60,9 +60,10 @@ class _Verification:
         baseline = self._answer(self._baseline)
         rates = f"{baseline.samples_per_second:,.4g} samples/s, {self.claimed.best.samples_per_second:,.4g} then"
         which = "your settings were to be kept" if self.claimed.keep else "your settings are what was recommended"
-        return self._told(
-            "holds", f"It holds: {which}, and they run ({rates}). Whether others are better, a search tells."
-        )
+        runs = f"{which}, and they run"
+        if self.session.results().reference_settings:
+            runs = f"{self._beside} is what was recommended, and it runs"
+        return self._told("holds", f"It holds: {runs} ({rates}). Whether others are better, a search tells.")
 
     def _refused(self) -> VerifyReport | None:
         """What the recommendation asks for is not to be had here any more, or makes another batch of a step."""
@@ -123,7 +124,7 @@ class _Verification:
         if self.session.settings.objective == "memory":
             return self._compared_memory(now, better)
         low, high = now.speedup.interval
-        times = f"{now.speedup.value:.2f} times the speed of your settings"
+        times = f"{now.speedup.value:.2f} times the speed of {self._beside}"
         speed = f"{times} (95 % interval {low:.2f} to {high:.2f})"
         found = f"{then.speedup.value:.2f} times when it was found"
         if not better and low <= then.speedup.value <= high:
@@ -147,7 +148,7 @@ class _Verification:
         then = self.claimed
         share = now.peak_allocated_bytes / max(1, self._answer(self._baseline).peak_allocated_bytes)
         before = then.best.peak_allocated_bytes / max(1, then.baseline.peak_allocated_bytes)
-        memory = f"{format_share(share)} of the peak memory of your settings"
+        memory = f"{format_share(share)} of the peak memory of {self._beside}"
         shares = f"{format_share(before)} when it was found"
         if not better:
             return self._told("no_longer_better", f"{self._shown} needs no less memory now: {memory}, {shares}")
@@ -163,8 +164,14 @@ class _Verification:
         return self.session.baseline
 
     @property
+    def _beside(self) -> str:
+        """What the recommendation is held against."""
+        settings = self.session.results().reference_settings
+        return f"your program with {settings_text(settings)}" if settings else "your settings"
+
+    @property
     def _shown(self) -> str:
-        return settings_text(self.session.changes(self.config))
+        return settings_text(self.session.told_changes(self.config))
 
     def _is_clear(self) -> bool:
         pairs = self.session.results().round_pairs(self.config)
@@ -180,10 +187,10 @@ class _Verification:
         """What makes today's figures less sure than their intervals say."""
         results, more = self.session.results(), "give more time with --budget"
         if not results.measurements(self.config, rounds=True):
-            return moved(results, self._baseline, "your own program")
+            return moved(results, self._baseline, results.whose("your own program"))
         return (
             *few_rounds(results, {"the recommendation": self.config}, more),
-            *moved(results, self._baseline, "your own program"),
+            *moved(results, self._baseline, results.whose("your own program")),
             *moved(results, self.config, "the recommendation"),
         )
 
@@ -201,6 +208,7 @@ class _Verification:
             baseline_then=self.claimed.baseline,
             best_then=self.claimed.best,
             baseline=results.answer(self._baseline),
+            reference_settings=results.reference_settings,
             best=results.answer(self.config) if results.measurements(self.config, rounds=True) else None,
             parity=_parity(session, self.config),
             # What it printed lies in a directory that is gone when this is read.

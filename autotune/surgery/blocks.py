@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autotune.errors import WorkloadError
 from autotune.surgery.batches import tensors
@@ -21,7 +22,7 @@ LEAST_SHARE = 0.1
 """Blocks save at least this share of what all modules save for backward; less is a detail of the model."""
 
 Storages = dict[int, int]
-"""Address of a storage to its bytes: what shares memory counts once."""
+"""A storage's number to its bytes: what shares memory counts once."""
 
 
 class Blocks(NamedTuple):
@@ -71,17 +72,19 @@ class _Candidate(NamedTuple):
     peak_bytes: int
 
 
-def find_blocks(model: nn.Module, run_step: Callable[[], Any]) -> Blocks:
+def find_blocks(model: nn.Module, run_step: Callable[[], Any], *, keep_saved: bool = True) -> Blocks:
     """The repeated blocks of `model`, or `NO_BLOCKS`.
 
-    `run_step` runs the forward and the loss of one batch, in training mode. A class qualifies that holds other modules,
-    of which at least two instances ran (the whole model and instances inside instances not counted) and which save at
-    least `LEAST_SHARE` of what all modules save. Of these the class wins whose recomputation leaves the lowest peak:
-    what is saved outside the blocks, the blocks' inputs, and the one block that is being recomputed. Parameters and
-    buffers count for nothing, since they stay anyway.
+    `run_step` runs the forward and the loss of one batch, in training mode. Unless `keep_saved`, what that saves for a
+    backward pass is let go at once, so that it needs no more memory than without gradients.
+
+    A class qualifies that holds other modules, of which at least two instances ran (the whole model and instances inside
+    instances not counted) and which save at least `LEAST_SHARE` of what all modules save. Of these the class wins whose
+    recomputation leaves the lowest peak: what is saved outside the blocks, the blocks' inputs, and the one block that is
+    being recomputed. Parameters and buffers count for nothing, since they stay anyway.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules())) if name}
-    records = _watch(model, names, run_step)
+    records = _watch(model, names, run_step, keep_saved)
     by_class: dict[type[nn.Module], list[str]] = defaultdict(list)
     for name, record in records.items():
         if any(True for _ in record.module.children()):
@@ -103,25 +106,28 @@ def find_blocks(model: nn.Module, run_step: Callable[[], Any]) -> Blocks:
     return Blocks(type(records[best.names[0]].module).__name__, best.names)
 
 
-def _watch(model: nn.Module, names: dict[int, str], run_step: Callable[[], Any]) -> dict[str, _Record]:
+def _watch(
+    model: nn.Module, names: dict[int, str], run_step: Callable[[], Any], keep_saved: bool
+) -> dict[str, _Record]:
     """Runs a step and returns what each module that ran saved, by name, in the order in which they began."""
     kept = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
     records: dict[str, _Record] = {}
     running: list[_Record] = []
+    seen: dict[int, StorageWeakRef] = {}
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         record = records.setdefault(names[id(module)], _Record(module))
         for tensor in tensors((args, kwargs)):
-            _add(record.inputs, tensor, kept)
+            _add(record.inputs, tensor, kept, seen)
         running.append(record)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         running.pop()
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor | None:
         for record in running:
-            _add(record.saved, tensor, kept)
-        return tensor
+            _add(record.saved, tensor, kept, seen)
+        return tensor if keep_saved else None
 
     # A scripted module takes no hooks; what it saves counts for those around it.
     hookable = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
@@ -143,14 +149,15 @@ def _hooked(modules: list[nn.Module], begin: Callable[..., None], end: Callable[
             handle.remove()
 
 
-def _add(storages: Storages, tensor: torch.Tensor, kept: set[int]) -> None:
+def _add(storages: Storages, tensor: torch.Tensor, kept: set[int], seen: dict[int, StorageWeakRef]) -> None:
     """Counts a tensor's storage unless it belongs to a parameter or buffer.
 
-    The graph keeps every saved tensor alive until the step ends, so no address is used twice meanwhile.
+    `seen` keeps the number of every storage from being used twice, though not its memory.
     """
-    address = _address(tensor)
-    if address not in kept:
-        storages[address] = tensor.untyped_storage().nbytes()
+    if _address(tensor) not in kept:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        seen.setdefault(reference.cdata, reference)
+        storages[reference.cdata] = tensor.untyped_storage().nbytes()
 
 
 def _address(tensor: torch.Tensor) -> int:

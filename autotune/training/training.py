@@ -127,12 +127,17 @@ class Training:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad():
-                total, total_weight = self._summed(window, lambda loss: None)
+            return self.forward_only(window)[0]
         finally:
             for module, training in modes:
                 module.training = training
-        return total if total_weight is None else total / total_weight
+
+    def forward_only(self, window: Window) -> tuple[torch.Tensor, Any]:
+        """The window's mean loss (a scalar, on the device) without gradients; and the sum of its weights, None where the
+        loss is a mean."""
+        with torch.no_grad():
+            total, total_weight = self._summed(window, lambda loss: None)
+        return (total if total_weight is None else total / total_weight), total_weight
 
     def accumulate(self, window: Window) -> torch.Tensor:
         """Forward and backward of every micro-batch: leaves the gradient of the window's mean loss in the parameters."""

@@ -47,6 +47,26 @@ def keeping_data():
     return DataLoader(rows(4096, 32), batch_size=4)
 
 
+class WideBlock(nn.Module):
+    """16 MiB of parameters, and two times KEPT_BYTES for every sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2048, 2048, bias=False)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return x + Keep.apply(Keep.apply(torch.tanh(self.linear(x))))
+
+
+def wide_model():
+    return nn.Sequential(nn.Sequential(*[WideBlock() for _ in range(16)]), nn.Linear(2048, 1))
+
+
+def wide_data():
+    return DataLoader(rows(512, 2048), batch_size=8)
+
+
 class Network(nn.Module):
     """Convolutions with BatchNorm and a residual, small enough for a second a trial."""
 

@@ -84,6 +84,15 @@ def test_companions_are_values_of_other_knobs_that_conflict_with_nothing(the_kno
 
 @every_knob
 @all_facts
+def test_what_saves_memory_is_a_choice_other_than_the_baseline(the_knob: Knob, facts: SearchFacts) -> None:
+    saving = the_knob.saving(facts)
+    assert set(saving) <= set(the_knob.choices(facts)) - {the_knob.baseline(facts)}
+    assert len(set(saving)) == len(saving)
+    assert "memory" in the_knob.cures or not saving
+
+
+@every_knob
+@all_facts
 def test_no_value_is_simpler_than_the_baseline(the_knob: Knob, facts: SearchFacts) -> None:
     assert all(
         the_knob.rank(value, facts) > 0 for value in the_knob.choices(facts) if value != the_knob.baseline(facts)

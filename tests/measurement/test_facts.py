@@ -55,6 +55,31 @@ def test_blocks_are_found(name: str) -> None:
     assert facts.convolution_ranks == ((4,) if name == "resnet" else ())
 
 
+def test_where_no_step_fits_a_forward_pass_without_gradients_tells_as_much() -> None:
+    model_fn, batch = MODELS["gpt"]
+    data = DataLoader(list(batch()), batch_size=2)
+    with_gradients: list[bool] = []
+
+    def loss_fn(model: nn.Module, given: Any) -> torch.Tensor:
+        with_gradients.append(torch.is_grad_enabled())
+        return square_loss(model, given)
+
+    whole, forward = (
+        read_facts(
+            program(model_fn, lambda: data, loss_fn),
+            request("facts").model_copy(update={"facts_forward_only": only, "facts_batch_size": 1}),
+            no_phase,
+        )
+        for only in (False, True)
+    )
+    assert (whole.step_fits, forward.step_fits) == (True, False)
+    assert "not even at a batch of 1" in forward.notes[0]
+    differing = {"step_fits", "notes", "first_loss", "step_seconds"}
+    assert forward.model_dump(exclude=differing) == whole.model_dump(exclude=differing)
+    assert forward.blocks and forward.optimizer_variants
+    assert with_gradients[-3:-1] == [False, False], "but where the blocks are looked for"
+
+
 @pytest.mark.parametrize(("arguments", "expected"), [({}, 2), ({"num_workers": 1, "prefetch_factor": 5}, 5)])
 def test_batches_held_ready_are_those_of_the_users_loader(arguments: dict[str, int], expected: int) -> None:
     facts = facts_of(program(data_fn=lambda: DataLoader(regression_data().dataset, batch_size=8, **arguments)))

@@ -117,3 +117,12 @@ def test_knobs_and_spaces_are_listed_with_what_they_are_for() -> None:
     assert "autotune check FILE.py" in knobs
     spaces = render(spaces_document({"quick": "nothing that compiles", "default": "most"}))
     assert spaces.splitlines()[1:3] == ["  - quick: nothing that compiles", "  - default: most"]
+
+
+def test_check_says_where_no_step_of_the_program_fits() -> None:
+    lean = workload(step_fits=False, notes=("seen in forward passes",))
+    text = check_text(facts=search_facts().model_copy(update={"workload": lean}), warnings=lean.notes)
+    assert text.startswith(
+        "Your program is understood: no training step of it fits, and a search begins with what makes"
+    )
+    assert text.count("seen in forward passes") == 1

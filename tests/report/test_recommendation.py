@@ -138,6 +138,29 @@ def test_keeping_the_settings_shows_one_column_and_no_speedup() -> None:
     assert "the speed of your settings" not in text
 
 
+def test_where_the_users_program_fits_at_no_batch_nothing_is_told_of_it() -> None:
+    found = recommendation(reference_settings={"precision": "bf16"})
+    grid = next(block for block in recommendation_document(found, None) if isinstance(block, Grid))
+    assert grid.header == ("", "reference", "recommended")
+    text = " ".join(describe(found).split())
+    assert "the speed of the reference" in text and "in turn with the reference" in text
+    assert "yours " not in text.partition("Trains the same")[0] and "of your settings" not in text
+
+
+def test_where_the_reference_itself_is_what_to_use_it_stands_alone_with_its_settings() -> None:
+    lean = BASELINE.replace({"precision": "bf16"})
+    found = recommendation(
+        reference_settings={"precision": "bf16"}, baseline=answer(lean), best=answer(lean), ceilings=(ceiling(),)
+    )
+    grid = next(block for block in recommendation_document(found, None) if isinstance(block, Grid))
+    assert grid.header == ("", "recommended")
+    assert ("precision", "bf16") in grid.rows
+    text = " ".join(describe(found).split())
+    assert "it ran at 1,000 samples/s; measured again 3 times in fresh processes" in text
+    assert "not checked: your own step does not fit" in text
+    assert "precision=bf16 176" in text, "the class of its ceiling"
+
+
 def test_reasons_prices_rejections_failures_and_warnings_are_there() -> None:
     text = told()
     assert "Why - precision=bf16: 1.80x the speed alone (trial 4)" in text

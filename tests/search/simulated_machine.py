@@ -64,6 +64,8 @@ class Program:
     launch_speedups: Pairs = field(default_factory=dict)
     update_speedups: Pairs = field(default_factory=dict)
     constant_bytes: int = 100 * 2**20
+    constant_shares: Pairs = field(default_factory=dict)
+    """Of `constant_bytes`, what a value leaves."""
     sample_bytes: int = 2**20
     memory_shares: Pairs = field(default_factory=dict)
     """Of `sample_bytes`, what a value leaves."""
@@ -111,7 +113,8 @@ class Program:
     def peak_bytes(self, config: TrainingConfig) -> int:
         """Allocated, affine in the micro-batch."""
         share = math.prod(factor for (name, value), factor in self.memory_shares.items() if config[name] == value)
-        return int(self.constant_bytes + _size(config) * self.sample_bytes * share)
+        constant = self.constant_bytes * _product(config, self.constant_shares)
+        return int(constant + _size(config) * self.sample_bytes * share)
 
     def is_wrong(self, config: TrainingConfig) -> bool:
         """Whether it trains something else than the user's program does."""

@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.config import Value
-from autotune.records import Failure, FailureKind, Phase, Trial, TrialAnswer
+from autotune.records import Failure, FailureKind, MemoryMarks, MemoryProbe, Phase, Trial, TrialAnswer
 from autotune.search.obstacles import Obstacles
 from autotune.space import build_space
 from tests.knobs.search_facts import cpu_facts
@@ -83,3 +83,22 @@ def test_where_workers_give_other_samples_their_number_does_not_matter() -> None
         == "trains differently: as it went"
     )
     assert obstacles.reason(BASE.replace({"precision": "bf16"}), BASE) is None
+
+
+def test_what_did_not_fit_says_nothing_of_a_leaner_update_that_ran() -> None:
+    obstacles = after("device_oom", {"batch_size": 2})
+    fused = BASE.replace({"optimizer_impl": "fused"})
+    assert obstacles.reason(fused.replace({"batch_size": 4}), BASE) is not None, "so far nothing says that it would fit"
+    ran = TrialAnswer(
+        memory=MemoryProbe(
+            micro_batch_size=2,
+            memory=MemoryMarks(peak_allocated_bytes=1),
+            limit_bytes=None,
+            fits=True,
+            step_seconds=0.1,
+        )
+    )
+    obstacles.learn_probe("memory", fused.replace({"batch_size": 2}), ran)
+    assert obstacles.reason(fused.replace({"batch_size": 4}), BASE) is None
+    assert obstacles.reason(BASE.replace({"batch_size": 4}), BASE) is not None
+    assert obstacles.misfits() == {}, "of the class as a whole"

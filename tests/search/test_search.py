@@ -228,7 +228,9 @@ def test_a_program_that_fits_at_no_batch_is_the_users_to_change(new_directory: N
     search = SimulatedSearch(
         LANGUAGE_MODEL, cuda_facts(global_batch_size=32), new_directory(), memory_limit_bytes=2 * GIB
     )
-    with pytest.raises(UserError, match="does not fit at any micro-batch of your batch of 32"):
+    with pytest.raises(
+        UserError, match="fits at no batch, not even at a micro-batch of 1, nor in any of 7 ways to save"
+    ):
         search.run()
 
 

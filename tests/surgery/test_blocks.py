@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ EXPECTED = {
 
 
 def found(model: nn.Module, batch: torch.Tensor) -> Blocks:
-    return find_blocks(model, lambda: square_loss(model, batch))
+    kept = find_blocks(model, lambda: square_loss(model, batch))
+    assert find_blocks(model, lambda: square_loss(model, batch), keep_saved=False) == kept
+    return kept
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -39,6 +42,30 @@ def test_watching_leaves_the_model_and_the_gradients_as_they_were() -> None:
     square_loss(other, tokens()).backward()
     for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(parameter.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_what_a_step_saves_may_be_let_go_at_once() -> None:
+    class Watching(nn.Module):
+        """How much of what was made for the backward pass is still there."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[weakref.ref[torch.Tensor]] = []
+            self.most_alive = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = x.exp()  # which saves its result
+            self.made.append(weakref.ref(made))
+            self.most_alive = max(self.most_alive, sum(each() is not None for each in self.made))
+            return made.cos()
+
+    def most_alive(keep_saved: bool) -> int:
+        layer = Watching()
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), layer) for _ in range(6)])
+        find_blocks(model, lambda: model(torch.zeros(1, 4)).sum(), keep_saved=keep_saved)
+        return layer.most_alive
+
+    assert most_alive(keep_saved=False) == 1
 
 
 def test_a_container_around_the_blocks_is_no_block() -> None:
