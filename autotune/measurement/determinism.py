@@ -197,11 +197,14 @@ def round_to(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 def shaken(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """The tensor with its values moved by chance, as far as rounding to `kind` may move them.
 
-    What is in that type already, or will be rounded to it anyway, shows by this what its rounding does.
+    What is in that type already, or will be rounded to it anyway, shows by this what its rounding does; in fp32, what
+    adding in another order may do.
     """
     if tensor.dtype not in (torch.float32, getattr(torch, kind)) or tensor.is_nested or tensor.layout != torch.strided:
         return tensor
-    distance = torch.finfo(getattr(torch, kind)).eps / (4 if tensor.dtype == torch.float32 else 2)
+    epsilon = torch.finfo(getattr(torch, kind)).eps
+    # By no less than what fp32 can hold.
+    distance = max(torch.finfo(torch.float32).eps, epsilon / (4 if tensor.dtype == torch.float32 else 2))
     generator = torch.Generator().manual_seed(tensor.numel())
     noise = (2 * torch.rand(tensor.shape, generator=generator) - 1).to(tensor.device)
     return (tensor.float() * (1 + distance * noise)).to(tensor.dtype)

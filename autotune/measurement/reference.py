@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -96,21 +96,23 @@ class Reference:
     def inexact(
         self,
         windows: list[Window],
-        teacher: Run,
+        teacher: Sequence[Step],
         *,
         precision: Precision = HIGHEST,
         rounding: str | None = None,
         outputs: str | None = None,
+        evaluated_norms: bool = False,
     ) -> list[Difference]:
-        """How far the user's program is from itself where it is computed in less than fp32.
+        """How far the user's program is from its own steps, the teacher, where it is computed in less than fp32.
 
-        `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to. Where the
-        program computes in such a type by itself, its weights and inputs are moved as far as that rounds.
+        `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to. Where that is
+        fp32, or the program computes in such a type by itself, weights and inputs are moved as far as that rounds.
         """
 
         def inexact(tensor: torch.Tensor) -> torch.Tensor:
             assert rounding is not None
-            return (shaken if rounding in self.own_types else round_to)(tensor, rounding)
+            is_rounded = rounding == "float32" or rounding in self.own_types
+            return (shaken if is_rounded else round_to)(tensor, rounding)
 
         def run(training: Training) -> list[Difference]:
             given = windows
@@ -120,9 +122,10 @@ class Reference:
                         parameter.copy_(inexact(parameter))
                 given = [_changed(window, inexact) for window in windows]
             with outputs_rounded(training.model, outputs) if outputs else nullcontext():
-                return differences(teacher.steps, run_steps(training, given, 1, teacher.steps))
+                return differences(teacher, run_steps(training, given, 1, teacher))
 
-        return self._with_training(run, precision=precision, updates=len(windows) > 1)
+        updates = len(windows) > 1
+        return self._with_training(run, precision=precision, evaluated_norms=evaluated_norms, updates=updates)
 
     # --- the training that runs ---
 

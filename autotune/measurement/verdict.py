@@ -17,11 +17,10 @@ ROUNDINGS = 4.0
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
 """At least so many units in the last place of the candidate's type: the floor rounds weights and inputs only, while an
 honest candidate rounds outputs and gradients too. One linear layer in bf16 shows 0.0036 over a floor of 0.0008 (CPU)."""
-OUTPUT_FLOORS = 3.0
+OUTPUT_FLOORS = 2.0
 OUTPUT_ROUNDINGS = 16.0
-"""Or three times what rounding every module's output does, which is most like the candidate, but no more than so many units:
-GPT-2 124M compiled in bf16 shows 0.018 over a floor of 0.0057 (rounded outputs: 0.0095; batch 64, H200); where gradients
-cancel over the batch (a critic's loss is a difference of means) honest bf16 shows 0.033 over a floor of 0.004, and
+"""Or twice what rounding every module's output does, which is most like the candidate, but no more than so many units: where
+gradients cancel over the batch (a critic's loss is a difference of means) honest bf16 shows 0.033 over a floor of 0.004, and
 where numbers cancel inside the model it shows 1.0 (CPU). A single tensor may differ by so many units in any case: an
 attention rounds much that no module returns, 0.037 for a bias of a small ViT where the floor is 0.003 (CPU)."""
 SMALLEST_TENSOR_TOLERANCE = 1e-2
@@ -36,7 +35,8 @@ tenth (fp16, CPU). So most of the steps must be within the gate, and each within
 LOSS_IN_ONE_STEP = 3.0
 """So many times of what is allowed for a loss, likewise: one that is a small difference may be much off by chance."""
 LARGEST_BUFFER_TOLERANCE = 0.5
-"""A running average updated twice at a momentum of 0.1 is off by 0.9."""
+"""A running average updated twice at a momentum of 0.1 is off by 0.9. In a network so sensitive that rounding moves the
+averages of its last layers by more, those of its first layers and the count of updates tell."""
 UPDATE_TOLERANCE = 1e-4
 """Of what the updates moved a parameter by, given the same gradients: implementations of one optimizer differ by the
 order of a few operations in fp32, 1e-6; a weight decay of 0.01 that is lost makes 1e-3 of weights of 0.1."""
@@ -60,6 +60,7 @@ class Allowance:
     """No more than this is allowed for all gradients together."""
     output_error: float = 0.0
     """Of all gradients together, where every module's output is rounded."""
+    largest_of_buffer: float = LARGEST_BUFFER_TOLERANCE
 
     @property
     def tolerance(self) -> float:
@@ -67,6 +68,11 @@ class Allowance:
         outputs = min(OUTPUT_FLOORS * self.output_error, OUTPUT_ROUNDINGS * self.unit_roundoff)
         wanted = max(SMALLEST_TOLERANCE, FLOORS * self.relative_error, ROUNDINGS * self.unit_roundoff, outputs)
         return min(wanted, self.largest)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether rounding alone moves all gradients so far that what is allowed for it would hide anything."""
+        return FLOORS * self.relative_error > LARGEST_TOLERANCE
 
     def of_gradient(self, name: str) -> float:
         """Of one parameter's gradient. Not limited: in honest bf16 that of a small bias may be off by more than itself."""
@@ -76,7 +82,7 @@ class Allowance:
     def of_buffer(self, name: str) -> float:
         """Of one buffer."""
         wanted = max(SMALLEST_TENSOR_TOLERANCE, TENSOR_FLOORS * self.buffer_errors.get(name, 0.0), self.tolerance)
-        return min(wanted, LARGEST_BUFFER_TOLERANCE)
+        return min(wanted, self.largest_of_buffer)
 
     def of_loss(self, losses: Iterable[float]) -> float:
         """Absolute, of the losses of a run whose reference has these."""

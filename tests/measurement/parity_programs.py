@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,24 @@ class Net(nn.Module):
 
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
+class Sensitive(nn.Module):
+    """So many layers with BatchNorm that rounding alone moves the gradient by a third of itself and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [WIDTH, *(32 for _ in range(24))]
+        self.layers = nn.ModuleList(nn.Linear(one, other, bias=False) for one, other in itertools.pairwise(widths))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for width in widths[1:])
+        self.head = nn.Linear(32, 1)
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.tanh(norm(layer(x)))
+        return self.head(x)
 
 
 def in_autocast() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.measurement.parity_programs import (
     SPLIT,
     Net,
     Residual,
+    Sensitive,
     assert_passed,
     assert_rejected,
     in_autocast,
@@ -128,6 +130,13 @@ def test_a_resnets_floor_is_measured_and_a_gpt_is_held_to_a_tenth_of_it() -> Non
     resnet, gpt = parity(RESNET, precision="bf16"), parity(GPT, precision="bf16")
     assert resnet.tolerance > 5 * gpt.tolerance
     assert gpt.tolerance < 0.05
+
+
+def test_a_network_that_rounding_alone_moves_far_is_compared_with_its_norms_evaluated() -> None:
+    result = parity(program(Sensitive), precision="bf16")
+    assert_passed(result)
+    assert re.search("rounding alone moves the gradient by .* with BatchNorm in evaluation", " ".join(result.notes))
+    assert result.tolerance < 0.1
 
 
 def test_everything_at_once_passes_on_a_resnet_and_on_a_gpt() -> None:

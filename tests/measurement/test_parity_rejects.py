@@ -21,6 +21,7 @@ from tests.measurement.parity_programs import (
     BLOCKS,
     SPLIT,
     Net,
+    Sensitive,
     assert_passed,
     assert_rejected,
     in_autocast,
@@ -471,6 +472,39 @@ def test_a_loss_that_is_told_wrongly_is_rejected_though_the_gradients_are_right(
     result = parity(program(), **SPLIT)
     assert_rejected(result, r"the loss of step 1 is \S+ here and \S+ in the user's program at the same weights")
     assert result.relative_error < 1e-5
+
+
+class SensitiveAndDamped(Sensitive):
+    """Half of the gradient of one layer is lost under autocast, in a network whose gradients tell nothing in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            weight = layer.weight
+            if number == 12 and in_autocast():
+                weight = (weight + weight.detach()) / 2
+            x = torch.tanh(norm(F.linear(x, weight)))
+        return self.head(x)
+
+
+class SensitiveAndCounting(Sensitive):
+    """Running statistics are updated twice under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if in_autocast() and self.training:
+            with torch.no_grad():
+                self.norms[0](self.layers[0](x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "text"),
+    [
+        (SensitiveAndDamped, "most in layers.12.weight"),
+        (SensitiveAndCounting, "buffer norms.0"),
+    ],
+)
+def test_rounding_that_turns_gradients_around_hides_nothing(model_fn: Callable[[], nn.Module], text: str) -> None:
+    assert_rejected(parity(program(model_fn), precision="bf16"), text)
 
 
 class FreezesStatistics(NormNet):
