@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.measurement.determinism import HIGHEST, Precision, batch_norms_evaluated, dropout_off, is_batch_norm
 from autotune.measurement.gradients import first_not_finite
@@ -68,29 +68,43 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     The reference takes the samples of a step in one piece, as the user does. A model with BatchNorm, which sees the
     micro-batch, or with random numbers of its own, which are drawn by the micro-batch, is compared in two parts: at the
     candidate's micro-batches, and, with BatchNorm in evaluation, the accumulation alone. Where the reference does not
-    fit, both are made smaller.
+    fit, both are made smaller. Where the user's program fits at no batch, the reference takes the values with which it
+    does (`request.reference`), and the device holds one of the two at a time.
 
     Dropout is off. Other random numbers are drawn from the same seed, and only a candidate that cannot but draw others
     (it is compiled, or draws in another type) is compared by means over several seeds, and allowed what those spread.
     """
     config, conditions = request.config, request.conditions
-    notes: list[str] = []
-    thrifty = False
+    notes = own_notes = _reference_notes(request.reference)
+    thrifty = bool(request.reference)
     while True:
         try:
-            return _Check(functions, request, config, conditions, phase, tuple(notes), thrifty).result()
-        except torch.OutOfMemoryError:
+            return _Check(functions, request, config, conditions, phase, notes, thrifty).result()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
             # The first way is quick and holds more on the device; what fits there is not to depend on it.
             if thrifty:
                 smaller = _smaller(config, conditions)
                 if smaller is None:
                     raise
                 config, conditions = smaller
-                notes = [
-                    f"compared at micro-batch {config[batch_knob().name]}: the fp32 reference does not fit at the full size"
-                ]
+                size = config[batch_knob().name]
+                told = f"compared at micro-batch {size}: the fp32 reference does not fit at the full size"
+                notes = (*own_notes, told)
             thrifty = True
         _release(conditions)
+
+
+def _reference_notes(reference: TrainingConfig) -> tuple[str, ...]:
+    if not reference:
+        return ()
+    return (f"your step was run with {settings_text(reference)}, without which it fits at no batch",)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a class for the device's memory alone."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _release(conditions: Conditions) -> None:
@@ -102,20 +116,14 @@ def _release(conditions: Conditions) -> None:
 
 def _smaller(config: TrainingConfig, conditions: Conditions) -> tuple[TrainingConfig, Conditions] | None:
     name = batch_knob().name
-    size = int(config[name])
-    if size < 2:
+    size, global_size = int(config[name]), conditions.global_batch_size
+    pieces = 1 if global_size is None else max(1, global_size // size)
+    if size == 1 and pieces == 1:
         return None
-    global_size = conditions.global_batch_size
-    return (
-        config.replace({name: size // 2}),
-        conditions.model_copy(
-            update={"global_batch_size": None if global_size is None else _halved(global_size, size)}
-        ),
-    )
-
-
-def _halved(global_size: int, micro: int) -> int:
-    return max(1, global_size // micro) * (micro // 2)
+    # The reference takes all micro-batches in one piece, so fewer of them are less memory too.
+    size, pieces = (size // 2, pieces) if size > 1 else (size, pieces // 2)
+    smaller = None if global_size is None else size * pieces
+    return config.replace({name: size}), conditions.model_copy(update={"global_batch_size": smaller})
 
 
 class _Check:
@@ -138,15 +146,20 @@ class _Check:
         self.phase("build")
         seed_everything(0)
         self.users_precision = Precision.now()
-        self.training = Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
+        self.training = self._built()
         self.place = self._place()
         loader = self.training.loader.loader
         # Who is given windows needs no data of its own: a data_fn may read for minutes.
         self.functions = replace(self.functions, data_fn=lambda: loader)
-        self.reference = Reference(self.functions, self.conditions, self.place)
+        self.reference = Reference(
+            self.functions, self.conditions, self.place, self.request.reference, self.request.blocks
+        )
         windows, whole = windows_for_both(self.training, STEPS)
         self.phase("parity")
         self.has_batch_norm = has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
+        self.expects_compiled_graphs = self.training.parts.expects_compiled_graphs
+        if self.request.reference:
+            self._let_candidate_go()
         taken = windows if whole is None or has_batch_norm else whole
         expected = self.reference.run(taken)
         draws = bool(expected.drew)
@@ -165,6 +178,9 @@ class _Check:
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
         return self._compared(expected, taken, windows)
+
+    def _built(self) -> Training:
+        return Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
 
     def _place(self) -> Place:
         """Where the reference's steps are kept: on the device, where they take up little of it."""
@@ -301,7 +317,7 @@ class _Check:
         self._let_reference_go()
         self.phase("compile")
         seed_everything(0)
-        training = Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
+        training = self._built()
         restore(training.model, self.reference.weights)
         with self._without_dropout(training), batch_norms_evaluated(training.model):
             (found,) = differences([calm], run_steps(training, windows[:1], 1))
@@ -319,16 +335,24 @@ class _Check:
             floors, buffer_errors=allowed.buffer_errors, loss_error=allowed.loss_error, largest_of_buffer=math.inf
         )
 
+    def _let_candidate_go(self) -> None:
+        """The reference gets its memory: there is no room for both. It is built anew for its own run."""
+        del self.training
+        _release(self.conditions)
+
     def _let_reference_go(self) -> None:
         """The candidate gets its memory."""
         self.reference.let_go()
-        if self.conditions.device == "cuda":
+        if self.conditions.device == "cuda" or self.request.reference:
             _release(self.conditions)
 
     def _candidate(
         self, expected: Run, windows: list[Window]
     ) -> tuple[list[Difference], str, dict[str, ParameterChange]]:
         """How far each of the candidate's steps is off, what is wrong with its updates, and what these did."""
+        if self.request.reference:
+            seed_everything(0)
+            self.training = self._built()
         training = self.training
         restore(training.model, self.reference.weights)
         with self._without_dropout(training):
@@ -363,7 +387,7 @@ class _Check:
         # A compiler has a generator of its own; a CPU's generator gives other numbers in another type. Recomputation is
         # no excuse: it must draw what the forward drew.
         other_type = self.conditions.device == "cpu" and bool(self._own_roundings()) and "torch" in expected.drew
-        return self.training.parts.expects_compiled_graphs or other_type
+        return self.expects_compiled_graphs or other_type
 
     def _record(
         self,

@@ -50,11 +50,19 @@ T = TypeVar("T")
 class Reference:
     """Runs the user's program, at its own batch, as often as is asked; every run starts from the weights of the first.
 
-    Dropout is always off. What runs leave behind is kept in `place`.
+    Dropout is always off. What runs leave behind is kept in `place`. `config`: values without which the program fits at
+    no batch, with the `blocks` that they may recompute; else nothing is changed.
     """
 
-    def __init__(self, functions: UserFunctions, conditions: Conditions, place: Place) -> None:
-        self._functions = functions
+    def __init__(
+        self,
+        functions: UserFunctions,
+        conditions: Conditions,
+        place: Place,
+        config: TrainingConfig,
+        blocks: tuple[str, ...],
+    ) -> None:
+        self._functions, self._config, self._blocks = functions, config, blocks
         self._conditions = conditions.model_copy(update={"global_batch_size": None})
         self._place = place
         self._latest: Training | None = None
@@ -189,7 +197,7 @@ class Reference:
 
     def _built(self) -> Training:
         seed_everything(0)
-        return Training(self._functions, TrainingConfig({}), self._conditions)
+        return Training(self._functions, self._config, self._conditions, blocks=self._blocks)
 
 
 def _one_step(training: Training, window: Window, seed: int, place: Place) -> Step:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
+from autotune.config import TrainingConfig
+from autotune.measurement.parity import check_parity
 from tests.measurement.parity_programs import (
     Net,
     Residual,
     assert_passed,
     parity,
 )
-from tests.measurement.programs import program
+from tests.measurement.programs import no_phase, program, request
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
 
@@ -82,3 +86,51 @@ def test_a_candidate_that_is_not_in_doubt_costs_two_models_and_five_windows_of_t
 
     assert_passed(parity(program(model_fn), precision="bf16"))
     assert [model.windows for model in made] == [3, 5]
+
+
+def test_a_program_that_fits_with_some_settings_alone_is_compared_with_these_and_one_model_at_a_time() -> None:
+    alive: list[weakref.ref[nn.Module]] = []
+    most_alive = 0
+
+    class Lonely(Net):
+        """Fits where no other model does, and with a fused update."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal most_alive
+            most_alive = max(most_alive, sum(each() is not None for each in alive))
+            return super().forward(x)
+
+    def model_fn() -> nn.Module:
+        model = Lonely()
+        alive.append(weakref.ref(model))
+        return model
+
+    def optimizer_fn(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+        def check(*_: object) -> None:
+            assert optimizer.defaults["fused"], "nothing else fits"
+
+        optimizer.register_step_pre_hook(check)
+        return optimizer
+
+    asked = request("parity", precision="bf16", optimizer_impl="fused", batch_size=8)
+    reference = TrainingConfig({"optimizer_impl": "fused"})
+    result = check_parity(
+        program(model_fn, optimizer_fn=optimizer_fn), asked.model_copy(update={"reference": reference}), no_phase
+    )
+    assert_passed(result)
+    assert most_alive == 1
+    assert result.notes == ("your step was run with optimizer_impl=fused, without which it fits at no batch",)
+
+
+def test_where_memory_is_short_on_a_cpu_fewer_micro_batches_are_compared() -> None:
+    class Hungry(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > 2:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+            return super().forward(x)
+
+    result = parity(program(Hungry), precision="bf16", batch_size=1, global_batch_size=8)
+    assert_passed(result)
+    assert (result.micro_batch_size, result.micro_batches_per_step) == (1, 2)

@@ -1,11 +1,16 @@
-"""A ceiling under a real limit of memory, through real trial processes: what is named runs again, more does not."""
+"""Under a real limit of memory, through real trial processes: a ceiling that is named runs again and more does not, and a
+program that fits at no batch is made to fit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from autotune.errors import UserError
 from autotune.options import SearchOptions
-from autotune.records import TrialAnswer, TrialRequest
+from autotune.records import ParityResult, TrialAnswer, TrialRequest
+from autotune.search.baseline import run_baseline
 from autotune.search.memory import find_ceiling
 from autotune.search.watcher import QuietWatcher
 from autotune.sessions import open_session
@@ -83,3 +88,54 @@ def test_the_size_that_is_named_runs_again_in_fresh_processes(tmp_path: Path) ->
         assert answer.memory is not None and answer.memory.fits
     for answer in too_large:
         assert answer.failure is not None and answer.failure.kind == "host_oom"
+
+
+BLOCKS = 8
+LAYERS = f"""
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + Keep.apply(torch.tanh(self.layer(x)))
+
+
+def model_fn():
+    return nn.Sequential(nn.Sequential(*[Block() for _ in range({BLOCKS})]), nn.Linear(4, 1))
+"""
+DEEP_PROGRAM = PROGRAM[: PROGRAM.index("class Model")] + LAYERS + PROGRAM[PROGRAM.index("def data_fn") :]
+"""Keeps so much of each sample in every block."""
+
+
+def test_a_program_that_fits_at_no_batch_runs_with_the_lightest_recomputation_that_does(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(DEEP_PROGRAM)
+    workload = workload_from_target(str(tmp_path / "program.py"))
+    # Less than the blocks keep of one sample, and more than half of that.
+    limit_bytes = (BLOCKS - 1) * SAMPLE_MIB * MIB
+    options = SearchOptions(study=tmp_path / "study", memory_limit_bytes=limit_bytes)
+    with open_session(workload, options, QuietWatcher()) as opened:
+        session = opened.session
+        assert not session.facts.workload.step_fits
+        assert session.facts.workload.blocks == tuple(f"0.{index}" for index in range(BLOCKS))
+        run_baseline(session)
+        assert session.baseline is not None
+        assert session.space.beside_own(session.baseline) == {"activation_checkpointing": "alternate"}
+        assert session.space.effective_batch(session.baseline) == 4
+        recomputed = session.baseline.replace({"activation_checkpointing": "all", session.space.batch_name: 4})
+        checked = session.parity(recomputed)
+        assert isinstance(checked, ParityResult) and checked.passed, checked
+        assert "your step was run with activation_checkpointing=alternate" in checked.notes[0]
+
+
+def test_a_program_of_which_nothing_fits_is_told_what_was_tried(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(DEEP_PROGRAM)
+    workload = workload_from_target(str(tmp_path / "program.py"))
+    options = SearchOptions(study=tmp_path / "study", memory_limit_bytes=SAMPLE_MIB * MIB // 2)
+    with (
+        pytest.raises(
+            UserError, match="host_oom, in phase compile.*neither does a step of 2 or 1 samples, nor their forward"
+        ),
+        open_session(workload, options, QuietWatcher()),
+    ):
+        pass
