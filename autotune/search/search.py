@@ -73,10 +73,14 @@ class Search:
         if self._may_free_the_batch() and step_bottleneck_of(session, leader) in batch_knob().cures:
             leader = search_compute(session, leader, quick_only=True)
             freer = self._quickly_freed(leader)
-        for _ in range(MOST_CYCLES):
+        for cycle in range(MOST_CYCLES):
             size = session.space.micro_batch(leader.config)
             if self._batch_comes_first(leader):
                 leader = self._batch(leader)
+            elif not cycle and freer is None and self._batch_may_grow(leader):
+                # Each size is compiled anew, so that growing what is not compiled yet is cheap.
+                leader = self._batch(search_compute(session, leader, quick_only=True))
+                self._reserve()
             leader = search_compute(session, leader)
             self._reserve()
             leader = self._batch(leader)
@@ -197,14 +201,14 @@ class Search:
         """The batch where it may move: freely, or up to the held one; downwards where memory is the aim."""
         session = self.session
         held = session.settings.conditions.global_batch_size
-        if len(session.space.batch_sizes) < 2:
-            return leader
-        below_held = held is not None and session.space.micro_batch(leader.config) < held
-        if held is not None and not below_held and session.settings.objective != "memory":
-            return leader
-        if not session.affords(leader.config):
+        may_move = self._batch_may_grow(leader) or (held is not None and session.settings.objective == "memory")
+        if len(session.space.batch_sizes) < 2 or not may_move or not session.affords(leader.config):
             return leader
         return search_batch(session, leader, "compute", free=held is None)
+
+    def _batch_may_grow(self, leader: Trial) -> bool:
+        held = self.session.settings.conditions.global_batch_size
+        return held is None or self.session.space.micro_batch(leader.config) < held
 
     def _may_free_the_batch(self) -> bool:
         """Whether a second answer is asked for, with a batch above the held one."""
