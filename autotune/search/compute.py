@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autotune.advice.bottleneck import bottleneck, bottleneck_of_step
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import Knob
-from autotune.knobs.registry import KNOBS, batch_knob, slow_to_start
+from autotune.knobs.registry import KNOBS, slow_to_start
 from autotune.quantities import format_share
 from autotune.records import OUT_OF_MEMORY, Bottleneck, Stage, Trial
 from autotune.search.answers import WORTHWHILE_GAIN
@@ -24,8 +24,9 @@ LOADING_LASTS_LONGER = 0.5
 """End to end at less than this share of the step alone, more time goes by in loading than in the step."""
 ANOTHER_STEP = 1.5
 """So many times faster, a step has another share in its update: what gained too little there to be seen may do so now."""
-LEAP = 4
-"""Until the device is busy, a batch of so many times the size takes no longer, so that nothing between is worth a trial."""
+LEAP = 16
+"""Until the device is busy, a batch of so many times the size takes no longer, so that what lies between tells nothing; and
+one trial of seconds is what a short budget has left beside a compilation."""
 
 
 def search_compute(session: Session, start: Trial, *, quick_only: bool = False) -> Trial:
@@ -199,8 +200,8 @@ def _better(session: Session, trial: Trial, incumbent: Trial) -> bool:
 def search_batch(
     session: Session, incumbent: Trial, stage: Stage, *, free: bool, until_it_waits: bool = False
 ) -> Trial:
-    """Larger micro-batches, doubled until another doubling is not worthwhile or does not fit; four times as large as
-    long as the device waits, for the rate is then that of the batch.
+    """Larger micro-batches, doubled until another doubling is not worthwhile or does not fit; sixteen times as large as
+    long as the device waits, for the rate is then that of the batch, and back to where the rate must have stopped growing.
 
     A size that does not fit ends its trial and is remembered, so no probes are spent on where exactly the end is: speed
     saturates long before, or the end is met by the doubling.
@@ -244,22 +245,21 @@ def _times_larger(session: Session, trial: Trial) -> int:
     """How many times larger the next micro-batch is."""
     assert trial.measurement is not None
     reserved, limit = trial.measurement.memory.reserved_bytes, session.memory_limit_bytes()
-    fits = limit is None or LEAP * (reserved or trial.measurement.memory.peak_allocated_bytes) < limit
-    return LEAP if fits and step_bottleneck_of(session, trial) in batch_knob().cures else 2
+    surely_fits = reserved is not None and limit is not None and LEAP * reserved < limit
+    return LEAP if surely_fits and device_waits(session, trial) else 2
 
 
 def _short_of_the_leap(session: Session, before: Trial, after: Trial, stage: Stage) -> Trial | None:
-    """The trial of twice the batch, where it is as good as that of four times; None where it cannot be or is not.
+    """The trial of a batch between, where it is at most half as large and as good; None where it cannot be or is not.
 
-    Twice the batch gives twice the rate at most, so that it is not asked where four times the batch gives more.
+    A batch of so many times the size gives so many times the rate at most: smaller ones than the gain are not asked.
     """
     if after.failure is not None:
         return None
-    if session.compute_score(after) > 2 * WORTHWHILE_GAIN * session.compute_score(before):
-        return None
     space = session.space
-    least, most = 2 * space.micro_batch(before.config), space.micro_batch(after.config)
-    size = next((size for size in space.batch_sizes if least <= size < most), None)
+    gain = session.compute_score(after) / session.compute_score(before) / WORTHWHILE_GAIN
+    least, most = max(2.0, gain) * space.micro_batch(before.config), space.micro_batch(after.config) / 2
+    size = next((size for size in space.batch_sizes if least <= size <= most), None)
     candidate = None if size is None else before.config.replace({space.batch_name: size})
     if candidate is None or session.obstacle(candidate) is not None or not session.affords(candidate):
         return None

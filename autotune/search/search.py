@@ -88,6 +88,7 @@ class Search:
             if session.space.micro_batch(leader.config) == size:
                 break
         leader = search_loader(session, leader)
+        self._reserve()
         self._free_batch(leader, freer)
 
     def _batch_comes_first(self, leader: Trial) -> bool:
@@ -218,10 +219,10 @@ class Search:
 
     def _quickly_freed(self, leader: Trial) -> Trial | None:
         """The batch of the second answer where a larger one cures what holds the step back, found before anything is
-        compiled: a trial takes seconds there, and each batch is another compilation. Time is left for the step's own cure
-        and the loader after it."""
+        compiled: a trial takes seconds there, and each batch is another compilation. Time is left for the step's own cure,
+        and for three more trials such as these: what it takes longer than expected, its check, and the loader."""
         session = self.session
-        session.budget.reserved_seconds += seconds_of_the_cure(session, leader) + leader.seconds
+        session.budget.reserved_seconds += seconds_of_the_cure(session, leader) + 3 * leader.seconds
         freer = search_batch(session, leader, "explore", free=True, until_it_waits=True)
         self._reserve()
         return None if session.allowed(freer.config) else freer

@@ -71,6 +71,8 @@ class SimulatedSearch:
     strategy: Strategy = "staged"
     memory_limit_bytes: int | None = None
     train_samples: int | None = None
+    started_seconds: float = 0.0
+    """Of the budget, what goes by before the baseline: reading what the program is, and starting to fork."""
 
     def __post_init__(self) -> None:
         self.space: SearchSpace = build_space(self.facts, preset=self.preset, only=self.only, fixed=self.fixed)
@@ -100,12 +102,14 @@ class SimulatedSearch:
             strategy=self.strategy,
             conditions=conditions,
         )
+        budget = Budget(self.budget_seconds, self.trials, clock=self.machine.clock)
+        self.machine.now_seconds += self.started_seconds
         session = Session(
             backend=self.machine,
             study=study,
             space=self.space,
             settings=settings,
-            budget=Budget(self.budget_seconds, self.trials, clock=self.machine.clock),
+            budget=budget,
             watcher=self.watcher,
             pace=pace_for(self.budget_seconds),
         )

@@ -199,21 +199,23 @@ def grown(
 def test_the_batch_is_doubled_until_that_is_not_worthwhile(new_directory: NewDirectory) -> None:
     program = Program(sample_seconds=0.001, launch_seconds=0.1, process_spread=0.001, block_spread=0.001)
     _, sizes, best = grown(program, new_directory())
-    assert sizes == [128, 256]
-    assert best == 128
+    assert sizes == [512, 128]
+    assert best == 128, "what 512 gained, 128 can have"
 
 
 def test_a_leap_over_the_end_of_the_gain_is_taken_back(new_directory: NewDirectory) -> None:
-    """From 64 on the device is busy, and 128 gives no more."""
+    """From 64 on the device is busy, and eight times as much gives no more. Where the leap may not fit it is not taken."""
     program = Program(sample_seconds=0.001, launch_seconds=0.064, process_spread=0.001, block_spread=0.001)
     _, sizes, best = grown(program, new_directory())
-    assert (sizes, best) == ([128, 64], 64)
+    assert (sizes, best) == ([512, 64], 64)
+    _, sizes, best = grown(replace(program, constant_bytes=10 * GIB), new_directory())
+    assert (sizes, best) == ([64, 128], 64)
 
 
 def test_a_doubling_that_does_not_fit_is_halved(new_directory: NewDirectory) -> None:
     program = Program(sample_seconds=1e-5, launch_seconds=0.1, sample_bytes=GIB // 8, constant_bytes=GIB)
     search, sizes, best = grown(program, new_directory(), memory_limit_bytes=30 * GIB)
-    assert sizes == [128, 256, 192]
+    assert sizes == [64, 128, 256, 192]
     assert best == 192
     assert search.machine.usable(search.space.baseline.replace({"batch_size": best}), 30 * GIB)
 

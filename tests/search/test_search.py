@@ -75,7 +75,7 @@ def test_two_minutes_are_enough_for_a_step_that_only_starts_kernels(new_director
     """On a noisy machine, with the seconds that its trials take on an H200; and the free batch is found as well."""
     scenario, near = SMALL_IN_TWO_MINUTES, 0
     for seed in range(20):
-        outcome = run(scenario, new_directory(), seed=seed)
+        outcome = run(scenario, new_directory(), seed=seed, started_seconds=13.0)
         hold_promises(outcome)
         held = scenario.facts.global_batch_size
         _, best_rate = true_optimum(outcome.machine, outcome.asked.space, held=held, limit_bytes=scenario.usable_bytes)

@@ -137,13 +137,14 @@ def test_a_compilation_is_granted_its_time_until_it_is_known(new_directory: NewD
 
 
 def test_what_was_compiled_is_expected_to_be_found_again(new_directory: NewDirectory) -> None:
-    with begun(new_directory()) as (search, session):
+    program = replace(LANGUAGE_MODEL, cached_share=0.15)
+    with begun(new_directory(), program) as (search, session):
         compiled = search.space.baseline.replace({"compile_mode": "default", "precision": "bf16"})
         cold = session.measure(compiled, "compute")
         assert cold.measurement is not None and not cold.measurement.compile_was_cached
         fused = compiled.replace({"optimizer_impl": "fused"})
         expected = session.expected_seconds(fused)
-        assert expected == cold.seconds - 0.7 * cold.measurement.first_step_seconds
+        assert expected == pytest.approx(cold.seconds - 0.85 * cold.measurement.first_step_seconds)
         assert session.measure(fused, "compute").seconds < 1.1 * expected < cold.seconds
         other_batch = fused.replace({"batch_size": 2 * search.space.micro_batch(fused)})
         assert session.expected_seconds(other_batch) > expected
