@@ -30,6 +30,9 @@ FailureKind = Literal[
 OUT_OF_MEMORY: frozenset[FailureKind] = frozenset({"device_oom", "host_oom"})
 """The kinds that say: this configuration is too large, a smaller batch may do."""
 
+LONGEST_SOAK_SHARE = 1.25
+"""Of the time that a soak is asked to run, where the end of a pass over the data set lies beyond it."""
+
 Phase = Literal["start", "build", "compile", "warm-up", "measure", "loader", "parity", "soak", "finish"]
 """Where in its life a trial is. `compile` is the first step, whether or not anything is compiled."""
 

@@ -17,7 +17,7 @@ from autotune.measurement.measure import PhaseReport, Running, started
 from autotune.measurement.samples import check_workers
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
-from autotune.records import Phase, SoakResult, TrialRequest
+from autotune.records import LONGEST_SOAK_SHARE, Phase, SoakResult, TrialRequest
 from autotune.stats import rate
 from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
@@ -28,8 +28,6 @@ STEADY_SHARE = 0.85
 """The last third of the soak runs at least at this share of the first third's rate."""
 WAITED_SHARE = 0.5
 """The loader is behind a fall where waiting for it explains so much of the time that was lost."""
-LONGEST_SHARE = 1.25
-"""Of the time that a soak is to run, where the end of a pass over the data set lies beyond it."""
 NOT_FINITE_BLOCKS = 3
 """Under a gradient scaler, losses that are not finite at the ends of so many blocks in a row are no accident."""
 SAME_LOSS = 0.01
@@ -146,7 +144,7 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
     while True:
         block()
         elapsed = time.perf_counter() - begin
-        if elapsed > LONGEST_SHARE * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
+        if elapsed > LONGEST_SOAK_SHARE * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
             break
     return course
 

@@ -198,7 +198,13 @@ def _better(session: Session, trial: Trial, incumbent: Trial) -> bool:
 
 
 def search_batch(
-    session: Session, incumbent: Trial, stage: Stage, *, free: bool, until_it_waits: bool = False
+    session: Session,
+    incumbent: Trial,
+    stage: Stage,
+    *,
+    free: bool,
+    until_it_waits: bool = False,
+    go_on_gain: float = WORTHWHILE_GAIN,
 ) -> Trial:
     """Larger micro-batches, doubled until another doubling is not worthwhile or does not fit; sixteen times as large as
     long as the device waits, for the rate is then that of the batch, and back to where the rate must have stopped growing.
@@ -208,6 +214,7 @@ def search_batch(
 
     With `free` the effective batch may grow; otherwise only up to the held one. With the memory objective the batch is
     halved instead, as long as the peak falls. `until_it_waits`: no further than where loading lasts longer than the step.
+    `go_on_gain`: another doubling is tried only after one that gained as much.
     """
     space = session.space
     sizes = [size for size in space.batch_sizes if _reachable(session, size, free)]
@@ -235,7 +242,10 @@ def search_batch(
             return landed
         if not _better(session, trial, best):
             break
+        gain = session.compute_score(trial) / session.compute_score(best)
         best = trial
+        if gain < go_on_gain and not smaller_wanted:
+            break
         if until_it_waits and loader_share(best) < LOADING_LASTS_LONGER:
             break
     return best

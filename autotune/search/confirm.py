@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import slow_to_start
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
-from autotune.records import OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
+from autotune.records import LONGEST_SOAK_SHARE, OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
 from autotune.search.answers import PROCESS_SPREAD, settled
 from autotune.search.pace import Pace
 from autotune.search.session import Session, parity_failure
@@ -27,6 +28,10 @@ LARGEST_HALF_WIDTH_OF_A_PART = 0.1
 """Where the simpler one is a part of the better one, the rest of that has to show itself above more noise."""
 LARGEST_RESERVE = 0.45
 """Share of the budget that the confirmation may keep for itself."""
+PLAIN_GAIN = 1.5
+"""What is so much faster is certain at the 1 % level after two rounds, where processes differ by no more than expected."""
+EVALUATION_SHARE = 0.4
+"""Of a cold first step, for compiling the forward without gradients: 10 s where the step of GPT-2 124M took 25 s (H200)."""
 FEWEST_SOAK_SECONDS = 5.0
 FEWEST_SOAK_STEPS = 200
 """Enough, where a budget leaves no time for the whole soak."""
@@ -38,33 +43,47 @@ def reserve_seconds(session: Session) -> float:
     """What confirmation, parity and soak are likely to take: kept free of everything before them.
 
     For one finalist beside the baseline, and one with the batch free: a second one is measured where there is time, but
-    is checked before that is known.
+    is checked before that is known. What is plainly faster gets its last rounds where there is time.
     """
     base, best = session.baseline_trial(), session.best()
     if base is None:
         return 0.0
     finalist = best or base
     finalists = 1 + (session.settings.conditions.global_batch_size is not None)
-    rounds = FEWEST_ROUNDS * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
-    parity = 0.0 if finalist.config == session.baseline else _start_seconds(finalist)
-    return min(rounds + parity + 1.5 * session.pace.soak_seconds, LARGEST_RESERVE * session.budget.seconds)
+    is_plain = session.score(finalist) >= PLAIN_GAIN * session.score(base)
+    rounds = session.pace.rounds_of_a_plain_gain if is_plain else FEWEST_ROUNDS
+    measuring = rounds * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
+    parity = 0.0 if finalist.config == session.baseline else finalist.seconds
+    soak = session.pace.soak_seconds + _around_the_soak_seconds(session, finalist)
+    return min(measuring + parity + soak, LARGEST_RESERVE * session.budget.seconds)
+
+
+def _around_the_soak_seconds(session: Session, trial: Trial) -> float:
+    """What the soak of a trial's configuration is likely to take beside its run: the end of a pass over the data, the
+    start, and compiling what an evaluation computes."""
+    compiled = [
+        one.measurement.first_step_seconds
+        for one in session.trials
+        if one.measurement is not None and slow_to_start(one.config)
+    ]
+    evaluation = EVALUATION_SHARE * max(compiled, default=0.0) if slow_to_start(trial.config) else 0.0
+    return (LONGEST_SOAK_SHARE - 1) * session.pace.soak_seconds + _start_seconds(session, trial) + evaluation
 
 
 def _round_seconds(session: Session, trial: Trial) -> float:
     """What measuring the configuration of a trial again for the confirmation is likely to take."""
     pace = session.pace
     blocks = (pace.confirm_minimum_blocks + pace.confirm_maximum_blocks) / 2
-    # What was compiled is found in the compiler's cache the next time, which takes less than half as long.
-    start = _start_seconds(trial) / (2 if slow_to_start(trial.config) else 1)
-    return start + blocks * pace.confirm_block_seconds
+    return _start_seconds(session, trial) + blocks * pace.confirm_block_seconds
 
 
-def _start_seconds(trial: Trial) -> float:
-    """What a trial took beside its blocks."""
+def _start_seconds(session: Session, trial: Trial) -> float:
+    """What a trial takes beside its blocks when it is run again."""
     measurement = trial.measurement
     assert measurement is not None
     resident = measurement.resident_blocks.seconds if measurement.resident_blocks is not None else ()
-    return max(0.0, trial.seconds - sum(measurement.blocks.seconds) - sum(resident))
+    again = session.seconds_again(trial) if slow_to_start(trial.config) else trial.seconds
+    return max(0.0, again - sum(measurement.blocks.seconds) - sum(resident))
 
 
 def confirm(session: Session) -> None:
@@ -78,7 +97,10 @@ def confirm(session: Session) -> None:
     finalists = _affordable(session, _finalists(session))
     first = 1 + max((trial.round for trial in session.trials if trial.round is not None), default=-1)
     for number in range(first, first + MOST_ROUNDS):
-        if _decided(session, finalists) or (number > first and not _has_time(session, finalists, 1)):
+        is_needed = number - first < session.pace.rounds_of_a_plain_gain
+        if _decided(session, finalists) or (
+            number > first and not _has_time(session, finalists, 1, short_soak=is_needed)
+        ):
             break
         failed = False
         for config in [session.baseline, *finalists]:
@@ -116,13 +138,23 @@ def _decided(session: Session, finalists: list[TrainingConfig]) -> bool:
     return all(settled(session.results().round_pairs(config)) for config in finalists)
 
 
-def _has_time(session: Session, finalists: list[TrainingConfig], rounds: int, *, checks_seconds: float = 0.0) -> bool:
+def _has_time(
+    session: Session,
+    finalists: list[TrainingConfig],
+    rounds: int,
+    *,
+    checks_seconds: float = 0.0,
+    short_soak: bool = False,
+) -> bool:
     """For so many rounds of the finalists and the baseline, after checks that take so long, and the soak after them."""
     assert session.baseline is not None
     expected = checks_seconds + rounds * sum(
         _expected_seconds(session, config) for config in [session.baseline, *finalists]
     )
-    return session.budget.left() - 1.5 * session.pace.soak_seconds >= expected
+    trials = filter(None, map(session.measured, [session.baseline, *finalists]))
+    soak = FEWEST_SOAK_SECONDS if short_soak else session.pace.soak_seconds
+    around = max(_around_the_soak_seconds(session, trial) for trial in trials)
+    return session.budget.left() - soak - around >= expected
 
 
 def _expected_seconds(session: Session, config: TrainingConfig) -> float:
@@ -269,6 +301,10 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
             whose = "the recommendation" if session.allowed(config) else "the answer with another batch"
             session.warnings.append(f"no time was left for a soak of {whose}: it ran for its measurements only")
         return True
+    trial = session.measured(config)
+    assert trial is not None
+    left = session.budget.left() - _around_the_soak_seconds(session, trial)
+    session.pace = replace(session.pace, soak_seconds=min(session.pace.soak_seconds, max(FEWEST_SOAK_SECONDS, left)))
     answer = session.probe("soak", config)
     failure = None if is_baseline else _held_against(session, answer)
     if failure is None:
@@ -280,8 +316,6 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
             session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
         return True
     session.watcher.probe("soak", f"{failure.kind}: {failure.message}")
-    trial = session.measured(config)
-    assert trial is not None
     longest = " at the longest batch" if failure.kind in OUT_OF_MEMORY and answer.failure is not None else ""
     session.fail(trial, failure.model_copy(update={"message": f"in the soak{longest}: {failure.message}"}))
     return False

@@ -9,6 +9,7 @@ from autotune.knobs.base import LONGEST_COMPILE_SECONDS
 from autotune.knobs.registry import first_step_limit_seconds
 from autotune.records import PhaseTimeouts, SearchFacts, Settings, TrialKind, TrialRequest
 from autotune.space import SearchSpace
+from autotune.stats import FEWEST_ROUNDS
 
 SHORT_BUDGET_SECONDS = 240.0
 
@@ -23,14 +24,23 @@ class Pace:
     confirm_block_seconds: float = 1.0
     confirm_minimum_blocks: int = 6
     confirm_maximum_blocks: int = 12
+    rounds_of_a_plain_gain: int = FEWEST_ROUNDS
+    """That the confirmation keeps time for where the best is far ahead already."""
     soak_seconds: float = 20.0
 
 
 def pace_for(budget_seconds: float) -> Pace:
-    """The design's block lengths where there is time for them; in a short budget, half-second blocks to confirm."""
+    """The design's block lengths where there is time for them; in a short budget, half-second blocks to confirm, and two
+    rounds where these are likely to be enough."""
     if budget_seconds >= SHORT_BUDGET_SECONDS:
         return Pace()
-    return Pace(confirm_block_seconds=0.5, confirm_minimum_blocks=4, confirm_maximum_blocks=8, soak_seconds=8.0)
+    return Pace(
+        confirm_block_seconds=0.5,
+        confirm_minimum_blocks=4,
+        confirm_maximum_blocks=8,
+        rounds_of_a_plain_gain=2,
+        soak_seconds=8.0,
+    )
 
 
 def trial_request(

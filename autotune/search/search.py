@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.records import OUT_OF_MEMORY, Ceiling, Trial
+from autotune.search.answers import WORTHWHILE_GAIN
 from autotune.search.baseline import run_baseline
 from autotune.search.compute import (
     bottleneck_of,
@@ -26,6 +27,8 @@ OWN_CEILING_SHARE = 0.1
 SAVER_CEILING_SHARE = 0.03
 """Of the budget, for the ceiling of the user's own program and for that of each way to save memory."""
 STEPS_PER_PROBE = 4
+QUICK_GAIN = 1.1
+"""Before anything is compiled, a batch is doubled again only after a doubling that gained so much."""
 MOST_CYCLES = 3
 """A larger batch makes other values of the step's knobs pay, and those a larger batch: so often at most."""
 
@@ -78,8 +81,9 @@ class Search:
             if self._batch_comes_first(leader):
                 leader = self._batch(leader)
             elif not cycle and freer is None and self._batch_may_grow(leader):
-                # Each size is compiled anew, so that growing what is not compiled yet is cheap.
-                leader = self._batch(search_compute(session, leader, quick_only=True))
+                # Each size is compiled anew, so that growing what is not compiled yet is cheap; but where that gains little,
+                # the next thing to try is a compilation.
+                leader = self._batch(search_compute(session, leader, quick_only=True), go_on_gain=QUICK_GAIN)
                 self._reserve()
             leader = search_compute(session, leader)
             self._reserve()
@@ -198,14 +202,14 @@ class Search:
             self.ceilings[memory_class] = find_ceiling(self.session, config)
         return self.ceilings[memory_class]
 
-    def _batch(self, leader: Trial) -> Trial:
+    def _batch(self, leader: Trial, *, go_on_gain: float = WORTHWHILE_GAIN) -> Trial:
         """The batch where it may move: freely, or up to the held one; downwards where memory is the aim."""
         session = self.session
         held = session.settings.conditions.global_batch_size
         may_move = self._batch_may_grow(leader) or (held is not None and session.settings.objective == "memory")
         if len(session.space.batch_sizes) < 2 or not may_move or not session.affords(leader.config):
             return leader
-        return search_batch(session, leader, "compute", free=held is None)
+        return search_batch(session, leader, "compute", free=held is None, go_on_gain=go_on_gain)
 
     def _batch_may_grow(self, leader: Trial) -> bool:
         held = self.session.settings.conditions.global_batch_size

@@ -391,14 +391,16 @@ class Session:
         compiles = slow_to_start(config)
         if compiles and (same := [trial for trial in ran if self._computes_alike(trial.config, config)]):
             # The compiler finds what it made for that trial.
-            return min(
-                trial.seconds - (1 - CACHED_SHARE[self.facts.device]) * _cold_start_seconds(trial) for trial in same
-            )
+            return min(map(self.seconds_again, same))
         alike = [trial.seconds for trial in ran if slow_to_start(trial.config) == compiles]
         if alike:
             return max(alike[-4:])
         others = max((trial.seconds for trial in ran), default=UNKNOWN_TRIAL_SECONDS)
         return others + FIRST_COMPILE_SECONDS if compiles else others
+
+    def seconds_again(self, trial: Trial) -> float:
+        """How long a trial takes when it is run again: what was compiled is found in the compiler's cache."""
+        return trial.seconds - (1 - CACHED_SHARE[self.facts.device]) * _cold_start_seconds(trial)
 
     def _computes_alike(self, config: TrainingConfig, other: TrainingConfig) -> bool:
         """Whether forward and backward are the same: what differs is loading, or the optimizer's step."""
