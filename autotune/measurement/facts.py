@@ -309,9 +309,14 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(
         type(module).__name__ == "OptimizedModule"
         or module._compiled_call_impl is not None
-        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+        or _compiles(getattr(module, "forward", None))
         for module in model.modules()
     )
+
+
+def _compiles(forward: Any) -> bool:
+    """`torch.compiler.disable` wraps a function as `torch.compile` does."""
+    return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False)
 
 
 def process_settings() -> dict[str, Value]:

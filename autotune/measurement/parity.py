@@ -44,6 +44,7 @@ from autotune.measurement.verdict import (
 )
 from autotune.records import Conditions, ParityResult, TrialRequest
 from autotune.surgery.generators import seed_everything
+from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.training.training import Training
 from autotune.training.windows import Window
 from autotune.workload import UserFunctions
@@ -81,7 +82,7 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
         try:
             return _Check(functions, request, config, conditions, phase, notes, thrifty).result()
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             # The first way is quick and holds more on the device; what fits there is not to depend on it.
             if thrifty:
@@ -100,11 +101,6 @@ def _reference_notes(reference: TrainingConfig) -> tuple[str, ...]:
     if not reference:
         return ()
     return (f"your step was run with {settings_text(reference)}, without which it fits at no batch",)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a class for the device's memory alone."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _release(conditions: Conditions) -> None:

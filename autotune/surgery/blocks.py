@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autotune.errors import WorkloadError
 from autotune.surgery.batches import tensors
+from autotune.surgery.out_of_memory import is_out_of_memory
 
 ABOUT_EQUAL = 1.1
 """Estimated peaks within this factor count as equal; the outer class is then taken: fewer calls, larger graphs."""
@@ -76,7 +77,8 @@ def find_blocks(model: nn.Module, run_step: Callable[[], Any], *, keep_saved: bo
     """The repeated blocks of `model`, or `NO_BLOCKS`.
 
     `run_step` runs the forward and the loss of one batch, in training mode. Unless `keep_saved`, what that saves for a
-    backward pass is let go at once, so that it needs no more memory than without gradients.
+    backward pass is let go at once, so that it needs no more memory than without gradients. Where memory runs out in the
+    midst of it, what was seen until then decides, and the instances that it did not come to are taken for blocks too.
 
     A class qualifies that holds other modules, of which at least two instances ran (the whole model and instances inside
     instances not counted) and which save at least `LEAST_SHARE` of what all modules save. Of these the class wins whose
@@ -84,11 +86,15 @@ def find_blocks(model: nn.Module, run_step: Callable[[], Any], *, keep_saved: bo
     being recomputed. Parameters and buffers count for nothing, since they stay anyway.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules())) if name}
-    records = _watch(model, names, run_step, keep_saved)
+    records, whole = _watch(model, names, run_step, keep_saved)
     by_class: dict[type[nn.Module], list[str]] = defaultdict(list)
     for name, record in records.items():
         if any(True for _ in record.module.children()):
             by_class[type(record.module)].append(name)
+    if not whole:
+        for name, module in model.named_modules():
+            if names.get(id(module)) == name and name not in records and type(module) in by_class:
+                by_class[type(module)].append(name)
     everything = _merged(record.saved for record in records.values())
     found = [
         _candidate(outermost, records, everything)
@@ -103,13 +109,14 @@ def find_blocks(model: nn.Module, run_step: Callable[[], Any], *, keep_saved: bo
     for candidate in about_as_good:
         if _encloses(candidate.names, best.names):
             best = candidate
-    return Blocks(type(records[best.names[0]].module).__name__, best.names)
+    return Blocks(type(model.get_submodule(best.names[0])).__name__, best.names)
 
 
 def _watch(
     model: nn.Module, names: dict[int, str], run_step: Callable[[], Any], keep_saved: bool
-) -> dict[str, _Record]:
-    """Runs a step and returns what each module that ran saved, by name, in the order in which they began."""
+) -> tuple[dict[str, _Record], bool]:
+    """Runs a step and returns what each module that ran saved, by name, in the order in which they began; and whether
+    memory was enough for all of the step."""
     kept = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
     records: dict[str, _Record] = {}
     running: list[_Record] = []
@@ -133,8 +140,13 @@ def _watch(
     hookable = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
     watched = [module for module in hookable if id(module) in names]
     with _hooked(watched, begin, end), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        run_step()
-    return records
+        try:
+            run_step()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return records, False
+    return records, True
 
 
 @contextmanager
@@ -182,7 +194,7 @@ def _encloses(outer: tuple[str, ...], inner: tuple[str, ...]) -> bool:
 
 def _candidate(names: list[str], records: dict[str, _Record], everything: Storages) -> _Candidate:
     """What the modules save, and the bytes kept at the worst moment of the backward pass if each were recomputed."""
-    blocks = [records[name] for name in names]
+    blocks = [records[name] for name in names if name in records]
     covered = _merged(block.saved for block in blocks)
     inputs = _merged(block.inputs for block in blocks)
     outside = {address: size for address, size in everything.items() if address not in covered} | inputs

@@ -142,6 +142,22 @@ class CompilesItsForward(nn.Module):
         return self.inner(x)
 
 
+class IsNotToBeCompiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def test_a_part_that_is_kept_from_compilation_is_not_compiled_and_may_be_recomputed() -> None:
+    facts = facts_of(program(lambda: nn.Sequential(IsNotToBeCompiled(), IsNotToBeCompiled(), nn.Linear(WIDTH, 1))))
+    assert not facts.model_is_compiled
+    assert facts.blocks == ("0", "1")
+
+
 def compiled_in_place() -> nn.Module:
     model = perceptron()
     model.compile()

@@ -68,6 +68,32 @@ def test_what_a_step_saves_may_be_let_go_at_once() -> None:
     assert most_alive(keep_saved=False) == 1
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_where_memory_runs_out_in_the_midst_what_ran_until_then_is_enough(name: str) -> None:
+    make_model, make_batch = MODELS[name]
+    model = make_model()
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB")
+
+    full = model.get_submodule(EXPECTED[name].names[-2])
+    full.register_forward_hook(run_out)
+    blocks = find_blocks(model, lambda: square_loss(model, make_batch()), keep_saved=False)
+    assert blocks.class_name == EXPECTED[name].class_name
+    assert sorted(blocks.names) == sorted(EXPECTED[name].names)
+
+
+def test_what_fails_otherwise_is_no_step_to_judge_by() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an index is out of range")
+
+    model = Gpt()
+    model.h[2].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of range"):
+        find_blocks(model, lambda: square_loss(model, tokens()))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_a_container_around_the_blocks_is_no_block() -> None:
     blocks = nn.Sequential(*[GptBlock(16) for _ in range(4)])
     model = nn.Sequential(blocks, nn.Linear(16, 1))
