@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -49,18 +50,26 @@ class BlockClock:
     samples: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    seconds_per_step: float | None = None
+    """By which the length of the next block is set: that of the last one."""
 
-    def run(self, step: Callable[[], tuple[int, Any]], minimum_seconds: float) -> None:
-        """Adds one block: `step` until `minimum_seconds` have passed. It returns its samples and its weight or None.
+    def run(self, step: Callable[[], tuple[int, Any]], minimum_seconds: float, multiple_of: int = 1) -> None:
+        """Adds one block: `step` until `minimum_seconds` have passed and it was called a multiple of so many times.
+
+        `step` returns its samples and its weight or None.
 
         On CUDA steps are only queued, so the host's clock runs ahead of the device; the number of steps of the next
         block is corrected by what the last block really took.
         """
-        goal_steps = self._steps_for(minimum_seconds)
+        goal_steps = multiple_of * math.ceil(self._steps_for(minimum_seconds) / multiple_of)
         samples, steps, weight = 0, 0, None
         synchronize(self.device)
         start = time.perf_counter()
-        while steps < goal_steps or (self.device.type == "cpu" and time.perf_counter() - start < minimum_seconds):
+        while (
+            steps < goal_steps
+            or steps % multiple_of
+            or (self.device.type == "cpu" and time.perf_counter() - start < minimum_seconds)
+        ):
             drawn, step_weight = step()
             samples += drawn
             steps += 1
@@ -70,30 +79,30 @@ class BlockClock:
         self.seconds.append(time.perf_counter() - start)
         self.samples.append(samples)
         self.steps.append(steps)
+        self.seconds_per_step = self.seconds[-1] / steps
         if weight is not None:
             self.weights.append(float(weight))
 
     def _steps_for(self, minimum_seconds: float) -> int:
-        if self.device.type == "cpu" or not self.seconds:
+        if self.device.type == "cpu" or self.seconds_per_step is None:
             return 1
-        seconds_per_step = self.seconds[-1] / self.steps[-1]
         # 5 % more than needed, so that a block is not short of its minimum by a little.
-        return max(1, int(1.05 * minimum_seconds / max(seconds_per_step, 1e-6)) + 1)
+        return max(1, int(1.05 * minimum_seconds / max(self.seconds_per_step, 1e-6)) + 1)
 
     def rates(self) -> list[float]:
         """Samples per second of each block."""
         return [drawn / seconds for drawn, seconds in zip(self.samples, self.seconds, strict=True)]
 
-    def blocks(self, first: int = 0) -> Blocks:
-        """The raw blocks, from number `first` on."""
+    def blocks(self) -> Blocks:
+        """The raw blocks."""
         return Blocks(
-            seconds=tuple(self.seconds[first:]),
-            samples=tuple(self.samples[first:]),
-            steps=tuple(self.steps[first:]),
-            weights=tuple(self.weights[first:]),
+            seconds=tuple(self.seconds),
+            samples=tuple(self.samples),
+            steps=tuple(self.steps),
+            weights=tuple(self.weights),
         )
 
     def forget(self) -> None:
         """Drops all blocks but keeps the pace of the last, so that the next one has the right length."""
         for values in (self.seconds, self.samples, self.steps, self.weights):
-            del values[:-1]
+            values.clear()

@@ -15,6 +15,7 @@ from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, endless, synchronize
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
+from autotune.measurement.passes import BlockPlan, block_plan
 from autotune.measurement.spent import Stopwatch, process_age_seconds
 from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import is_precise, out_of_the_race, rate, warmed_up
@@ -99,10 +100,10 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     counts_before = compile_counts()
     phase("warm-up")
     with running.watch.part("warm_up_seconds"):
-        warmup_steps, peaks = _warm_up(running, request)
+        clock, warmup_steps, peaks = _warm_up(running, request)
     phase("measure")
     with running.watch.part("end_to_end_seconds"):
-        clock, losses, skipped = _timed_blocks(running, request, warmup_steps)
+        losses, skipped = _timed_blocks(running, request, clock, warmup_steps)
     memory = running.meter.marks(peaks)
     result_blocks = clock.blocks()
     value, interval = rate(result_blocks.samples, result_blocks.seconds)
@@ -150,8 +151,9 @@ def _weight_interval(blocks: Blocks) -> tuple[float, float] | None:
     return rate(blocks.weights, blocks.seconds)[1]
 
 
-def _warm_up(running: Running, request: TrialRequest) -> tuple[int, StepPeaks]:
-    """Runs until the pace, the compiler and the allocator have settled; returns the steps run and the phases' peaks.
+def _warm_up(running: Running, request: TrialRequest) -> tuple[BlockClock, int, StepPeaks]:
+    """Runs until the pace, the compiler and the allocator have settled; returns the clock of it, the steps run and the
+    phases' peaks.
 
     At least as many steps as the loader may have prefetched while the first step compiled: they cost no loading.
     """
@@ -173,7 +175,7 @@ def _warm_up(running: Running, request: TrialRequest) -> tuple[int, StepPeaks]:
             break
         if time.perf_counter() - begin > budget_seconds:
             break
-    return steps, peaks
+    return clock, steps, peaks
 
 
 def _reserved_bytes(device: torch.device) -> int:
@@ -187,10 +189,12 @@ def _end_to_end_step(running: Running) -> tuple[int, object]:
 
 
 def _timed_blocks(
-    running: Running, request: TrialRequest, warmup_steps: int
-) -> tuple[BlockClock, tuple[float, ...], int]:
+    running: Running, request: TrialRequest, clock: BlockClock, warmup_steps: int
+) -> tuple[tuple[float, ...], int]:
+    """The blocks are left in `clock`, which brings the pace of the warm-up; returns losses and the steps skipped."""
     meter, training = running.meter, running.training
-    clock = BlockClock(meter.device)
+    plan = _plan(running, request, clock)
+    clock.forget()
     losses: list[float] = [running.first_loss]
     steps, skipped = warmup_steps, 0
     scale = training.scaler.get_scale() if training.scaler else 1.0
@@ -205,8 +209,8 @@ def _timed_blocks(
     meter.reset_peak()
     meter.note_live(steps)
     begin = time.perf_counter()
-    while len(clock.seconds) < request.maximum_blocks:
-        clock.run(step, request.block_seconds)
+    while len(clock.seconds) < plan.maximum_blocks:
+        clock.run(step, plan.minimum_seconds, plan.multiple(len(clock.seconds)))
         steps += clock.steps[-1]
         meter.note_live(steps)
         losses.append(float(last_loss))
@@ -217,13 +221,27 @@ def _timed_blocks(
             scale = now
         if not math.isfinite(losses[-1]) and not training.scaler:
             raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
-        if len(clock.seconds) >= request.minimum_blocks:
+        if len(clock.seconds) >= plan.minimum_blocks and plan.ends_round(len(clock.seconds)):
             beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
             if beaten or is_precise(clock.samples, clock.seconds, request.relative_precision):
                 break
         if time.perf_counter() - begin > 0.8 * request.timeouts.measure_seconds:
             break
-    return clock, tuple(losses), skipped
+    return tuple(losses), skipped
+
+
+def _plan(running: Running, request: TrialRequest, warm_up: BlockClock) -> BlockPlan:
+    """By the faster of the warm-up's last two blocks: the slower may hold the end of a pass."""
+    paces = [seconds / steps for seconds, steps in zip(warm_up.seconds, warm_up.steps, strict=True)]
+    windows = running.training.loader
+    return block_plan(
+        steps_in_pass=windows.steps_in_pass(),
+        starts_workers=windows.loader.num_workers > 0 and not windows.loader.persistent_workers,
+        seconds_per_step=min(paces[-2:]),
+        block_seconds=request.block_seconds,
+        minimum_blocks=request.minimum_blocks,
+        maximum_blocks=request.maximum_blocks,
+    )
 
 
 class _Resident:
@@ -239,7 +257,7 @@ class _Resident:
         with running.watch.part("resident_seconds"):
             self.windows = self._collected(running)
             self._time_blocks(request)
-        self.blocks = self.clock.blocks(1)  # the first one only set the pace
+        self.blocks = self.clock.blocks()
         self.samples_per_second, self.interval = rate(self.blocks.samples, self.blocks.seconds)
         self.beaten = out_of_the_race(self.blocks.samples, self.blocks.seconds, request.resident_rate_to_beat)
         self.update_share: float | None = None

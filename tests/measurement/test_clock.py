@@ -34,6 +34,15 @@ def test_a_step_longer_than_a_block_is_a_block() -> None:
     assert clock.steps == [1]
 
 
+@pytest.mark.parametrize("minimum_seconds", [0.0, 0.01])
+def test_a_block_is_a_multiple_of_the_steps_asked_for(minimum_seconds: float) -> None:
+    clock = BlockClock(CPU)
+    for _ in range(2):
+        clock.run(lambda: (pause(0.001), (1, None))[1], minimum_seconds, 7)
+    assert all(steps % 7 == 0 for steps in clock.steps)
+    assert min(clock.seconds) >= max(0.007, minimum_seconds)
+
+
 @pytest.mark.parametrize("weight", [2, 2.0, torch.tensor(2)])
 def test_weights_are_added_up(weight: object) -> None:
     clock = BlockClock(CPU)
@@ -41,17 +50,17 @@ def test_weights_are_added_up(weight: object) -> None:
     assert clock.weights == [2.0 * clock.steps[0]]
 
 
-def test_blocks_from_one_on_and_after_forgetting() -> None:
+def test_blocks_and_what_is_left_after_forgetting() -> None:
     clock = BlockClock(CPU)
     for _ in range(3):
         clock.run(lambda: (1, 3), 0.0)
     assert clock.blocks() == Blocks(
         seconds=tuple(clock.seconds), samples=(1, 1, 1), steps=(1, 1, 1), weights=(3.0, 3.0, 3.0)
     )
-    assert len(clock.blocks(2).seconds) == 1
-    last = clock.seconds[-1]
+    pace = clock.seconds[-1]
     clock.forget()
-    assert clock.blocks() == Blocks(seconds=(last,), samples=(1,), steps=(1,), weights=(3.0,))
+    assert clock.blocks() == Blocks(seconds=(), samples=(), steps=())
+    assert clock.seconds_per_step == pace
 
 
 def test_endless_goes_round() -> None:

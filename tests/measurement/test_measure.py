@@ -136,7 +136,8 @@ def test_batches_prefetched_while_the_first_step_was_slow_are_left_out() -> None
 
 
 def test_raw_blocks_are_kept_and_are_whole_steps_of_the_least_length() -> None:
-    result = measured(program(lambda: Timed(0.002, 0.0)), minimum_blocks=3, maximum_blocks=4, block_seconds=0.02)
+    functions = program(lambda: Timed(0.002, 0.0), lambda: regression_data(8192))
+    result = measured(functions, minimum_blocks=3, maximum_blocks=4, block_seconds=0.02)
     blocks = result.blocks
     assert 3 <= len(blocks.seconds) <= 4
     assert len(blocks.samples) == len(blocks.steps) == len(blocks.seconds)
@@ -150,7 +151,7 @@ def test_raw_blocks_are_kept_and_are_whole_steps_of_the_least_length() -> None:
 
 
 def test_blocks_are_added_until_the_interval_is_narrow_or_no_more_are_allowed() -> None:
-    functions = program(lambda: Timed(0.003, 0.0))
+    functions = program(lambda: Timed(0.003, 0.0), lambda: regression_data(8192))
     sure = measured(functions, minimum_blocks=2, maximum_blocks=10, relative_precision=1e6)
     unsure = measured(functions, minimum_blocks=2, maximum_blocks=5, relative_precision=1e-9)
     assert len(sure.blocks.seconds) == 2
@@ -193,7 +194,7 @@ def test_phases_are_told_in_their_order() -> None:
 def raced(rate_to_beat: float, **changes: Any) -> Measurement:
     """Steps of 8 samples that take 4 ms and a little, measured to the last block where nothing stops it."""
     return measured(
-        program(lambda: Timed(0.004, 0.0)),
+        program(lambda: Timed(0.004, 0.0), lambda: regression_data(8192)),
         maximum_blocks=6,
         relative_precision=1e-9,
         measure_resident=True,

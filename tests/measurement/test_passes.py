@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from autotune.measurement.measure import measure
+from autotune.measurement.passes import BlockPlan, block_plan
+from tests.measurement.programs import WIDTH, agrees, no_phase, program, request
+
+
+def plan(steps_in_pass: int | None, seconds_per_step: float = 0.01, *, starts_workers: bool = False) -> BlockPlan:
+    return block_plan(
+        steps_in_pass=steps_in_pass,
+        starts_workers=starts_workers,
+        seconds_per_step=seconds_per_step,
+        block_seconds=1.0,
+        minimum_blocks=4,
+        maximum_blocks=8,
+    )
+
+
+@pytest.mark.parametrize("steps_in_pass", [None, 801, 10**9])
+def test_a_pass_that_is_unknown_or_longer_than_the_measurement_changes_nothing(steps_in_pass: int | None) -> None:
+    assert plan(steps_in_pass) == BlockPlan((1,), 1.0, 4, 8)
+
+
+@pytest.mark.parametrize("steps_in_pass", [1, 30, 100])
+def test_a_short_pass_is_repeated_in_every_block(steps_in_pass: int) -> None:
+    assert plan(steps_in_pass) == BlockPlan((steps_in_pass,), 1.0, 4, 8)
+
+
+@pytest.mark.parametrize("steps_in_pass", [101, 170, 250, 333, 500, 799])
+def test_a_longer_pass_is_cut_into_blocks_of_the_least_length_and_is_timed_to_its_end(steps_in_pass: int) -> None:
+    found = plan(steps_in_pass)
+    pieces = len(found.multiples)
+    assert sum(found.multiples) == steps_in_pass
+    assert min(found.multiples) >= 100
+    assert max(found.multiples) - min(found.multiples) <= 1
+    assert found.minimum_blocks % pieces == found.maximum_blocks % pieces == 0
+    assert 4 <= found.minimum_blocks < 4 + pieces
+    assert found.minimum_blocks <= found.maximum_blocks <= 8
+    assert [found.multiple(block) for block in range(2 * pieces)] == list(found.multiples) * 2
+    assert [block for block in range(1, 2 * pieces + 1) if found.ends_round(block)] == [pieces, 2 * pieces]
+
+
+def test_steps_longer_than_a_block_are_blocks_of_their_own() -> None:
+    assert plan(3, seconds_per_step=2.0) == BlockPlan((1, 1, 1), 0.0, 6, 6)
+
+
+def test_where_workers_start_anew_a_pass_of_twice_the_length_is_timed_to_its_end_too() -> None:
+    found = plan(1599, starts_workers=True)
+    assert (found.minimum_blocks, found.maximum_blocks, sum(found.multiples)) == (15, 15, 1599)
+    assert plan(1601, starts_workers=True) == BlockPlan((1,), 1.0, 4, 8)
+
+
+SAMPLES = 160
+
+
+class Sleepy(Dataset[Any]):
+    """Workers that sleep need no core: more of them than there are cores are as much faster."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.003)
+        x = torch.full((WIDTH,), index / SAMPLES)
+        return x, x[:1]
+
+
+class Noted(Sampler[int]):
+    """In order; notes when each pass began."""
+
+    def __init__(self) -> None:
+        self.begun: list[float] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun.append(time.perf_counter())
+        return iter(range(SAMPLES))
+
+
+@pytest.mark.parametrize("block_seconds", [0.08, 0.3])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_that_start_anew_for_every_pass_cost_what_they_cost_in_the_long_run(block_seconds: float) -> None:
+    """Against whole passes by the clock of the loader itself; a third of each is spent on starting its workers."""
+
+    def compared() -> float:
+        sampler = Noted()
+        result = measure(
+            program(data_fn=lambda: DataLoader(Sleepy(), batch_size=4, sampler=sampler)),
+            request(
+                "measure", batch_size=4, num_workers=4, block_seconds=block_seconds, minimum_blocks=3, maximum_blocks=5
+            ),
+            no_phase,
+        )
+        passes, rest = divmod(sum(result.blocks.samples), SAMPLES)
+        assert passes >= 1
+        assert rest == 0
+        last = sampler.begun[-passes - 1 :]
+        return result.samples_per_second * (last[-1] - last[0]) / (passes * SAMPLES)
+
+    assert agrees(compared, 0.05)
