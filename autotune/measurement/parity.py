@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,11 +11,12 @@ from functools import partial
 import torch
 
 from autotune.config import TrainingConfig, settings_text
-from autotune.knobs.registry import KNOBS, batch_knob
+from autotune.knobs.registry import batch_knob
 from autotune.measurement.determinism import HIGHEST, Precision, batch_norms_evaluated, dropout_off, is_batch_norm
+from autotune.measurement.floors import Floors
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
-from autotune.measurement.reference import SAME_AGAIN, Reference
+from autotune.measurement.reference import Reference
 from autotune.measurement.runs import (
     Difference,
     ParameterChange,
@@ -40,7 +40,7 @@ from autotune.measurement.verdict import (
     fault,
     update_fault,
     widened,
-    with_repeat,
+    wider,
 )
 from autotune.records import Conditions, ParityResult, TrialRequest
 from autotune.surgery.generators import seed_everything
@@ -55,8 +55,6 @@ LARGEST_KEPT_SHARE = 1 / 8
 """Of the device's memory, for what the reference leaves behind."""
 SEEDS = 8
 """Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
-LARGEST_REPEAT = 0.1
-"""A program that differs from itself by more, run twice on the same samples, cannot tell right from wrong."""
 
 
 def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> ParityResult:
@@ -70,7 +68,7 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     micro-batch, or with random numbers of its own, which are drawn by the micro-batch, is compared in two parts: at the
     candidate's micro-batches, and, with BatchNorm in evaluation, the accumulation alone. Where the reference does not
     fit, both are made smaller. Where the user's program fits at no batch, the reference takes the values with which it
-    does (`request.reference`), and the device holds one of the two at a time.
+    does (`request.reference`), and memory holds one of the two at a time.
 
     Dropout is off. Other random numbers are drawn from the same seed, and only a candidate that cannot but draw others
     (it is compiled, or draws in another type) is compared by means over several seeds, and allowed what those spread.
@@ -141,7 +139,7 @@ class _Check:
     def result(self) -> ParityResult:
         self.phase("build")
         seed_everything(0)
-        self.users_precision = Precision.now()
+        users_precision = Precision.now()
         self.training = self._built()
         self.place = self._place()
         loader = self.training.loader.loader
@@ -150,6 +148,7 @@ class _Check:
         self.reference = Reference(
             self.functions, self.conditions, self.place, self.request.reference, self.request.blocks
         )
+        self.floors = Floors(self.reference, self.config, self.conditions, users_precision, self.notes)
         windows, whole = windows_for_both(self.training, STEPS)
         self.phase("parity")
         self.has_batch_norm = has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
@@ -165,7 +164,7 @@ class _Check:
         if reason := _own_fault(expected.steps):
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         splits_apart = whole is not None and (draws or has_batch_norm)
-        if splits_apart or self._roundings():
+        if splits_apart or self.floors.roundings:
             self.reference.reuse_if_stateless(expected, taken)
         if whole is not None and splits_apart:
             if has_batch_norm:
@@ -188,53 +187,6 @@ class _Check:
         kept_bytes = (STEPS + 3) * sum(p.numel() * p.element_size() for p in self.training.model.parameters())
         limit_bytes = self.conditions.memory_limit_bytes or torch.cuda.mem_get_info()[1]
         return None if kept_bytes <= limit_bytes * LARGEST_KEPT_SHARE else torch.device("cpu")
-
-    # --- what may differ ---
-
-    def _allowance(
-        self, expected: Sequence[Step], windows: list[Window], *, further: bool, evaluated_norms: bool = False
-    ) -> Allowance:
-        """From runs whose error is no fault: weights and inputs rounded, and `further` outputs too, the user's own TF32."""
-        roundings = sorted(self._roundings())
-        inexact = partial(self.reference.inexact, windows, expected, evaluated_norms=evaluated_norms)
-        runs = [inexact(rounding=kind) for kind in roundings]
-        if not further:
-            return allowance(runs, [], roundings)
-        if self.conditions.device == "cuda" and self.users_precision.matters_to(expected[0].gradients):
-            runs.append(inexact(precision=self.users_precision))
-        # Twice, for how far a small tensor is off is chance, and one throw of the dice says little.
-        outputs = [_with_outputs_rounded(inexact, kind, None) for kind in roundings]
-        outputs += [_with_outputs_rounded(inexact, kind, kind) for kind in roundings]
-        return allowance(runs, outputs, roundings)
-
-    def _roundings(self) -> set[str]:
-        """The types that the candidate rounds to, and those that the user's program rounds to by itself."""
-        return {*self._own_roundings(), *self.reference.own_types}
-
-    def _own_roundings(self) -> set[str]:
-        """The types that the candidate rounds to."""
-        return {kind for knob in KNOBS if (kind := knob.rounds_to(self.config[knob.name])) is not None}
-
-    def _see_whether_it_repeats(self, expected: Run, windows: list[Window], allowed: Allowance) -> Allowance:
-        """Runs the reference once more: a program may keep state outside its model, or add in no fixed order.
-
-        Where it does repeat, and the candidate rounds nothing, that may still add in another order.
-        """
-        try:
-            again = self.reference.inexact(windows, expected.steps)
-        except torch.OutOfMemoryError:  # what is left of the candidate leaves no room for it
-            return allowed
-        error = max(step.gradients.relative_error for step in again)
-        if not error > SAME_AGAIN:
-            return allowed if self._roundings() else with_repeat(allowed, self._added_otherwise(expected, windows))
-        self.notes.append(
-            f"the user's own program, run twice from the same weights on the same samples, differs from itself by "
-            f"{error:.2g}: loss_fn or the model keeps a count or random numbers outside the model's state"
-        )
-        return with_repeat(allowed, again) if error <= LARGEST_REPEAT else allowed
-
-    def _added_otherwise(self, expected: Run, windows: list[Window]) -> list[Difference]:
-        return self.reference.inexact(windows, expected.steps, rounding="float32")
 
     # --- the verdict ---
 
@@ -262,79 +214,50 @@ class _Check:
         # Further floors allow more and never less: they are measured where a candidate is in doubt without them. Where
         # memory is short, or the candidate is run again, that is before the candidate takes up its memory.
         further = self.thrifty or draws_others
-        allowed = self._allowance(expected.steps, taken[:1], further=further)
-        self._let_reference_go()
-        self.phase("compile")
+        allowed = self.floors.allowance(expected.steps, taken[:1], further=further)
         steps, updates_fault, changes = self._candidate(expected, windows)
         pieces = len(windows[0])
         if draws_others and fault(steps, allowed, pieces):
             steps, allowed = self._by_means(steps, allowed, windows[0])
         del self.training
+        # Where random numbers differ, gradients do, with BatchNorm in evaluation as well.
+        may_evaluate = self.has_batch_norm and not draws_others
         if not further and not allowed.is_blind and _is_in_doubt(steps, allowed, pieces):
-            _release(self.conditions)
             # The gradient of a later step may be a smaller one, which the same rounding moves further.
             later = taken if not _is_in_doubt(steps[:1], allowed, pieces) else taken[:1]
-            allowed = self._allowance(expected.steps, later, further=len(later) == 1)
+            allowed = self._allowance_again(expected, later, further=len(later) == 1)
             if len(later) > 1 and fault(steps, allowed, pieces):
-                allowed = self._allowance(expected.steps, taken, further=True)
-        norms_evaluated = False
-        for repeats in (False, True):
-            if repeats and fault(steps, allowed, pieces):
-                allowed = self._see_whether_it_repeats(expected, taken, allowed)
-            if allowed.is_blind and self.has_batch_norm and not norms_evaluated:
-                norms_evaluated = True
-                _release(self.conditions)
-                steps, allowed = self._with_norms_evaluated(expected, steps, taken, windows)
+                allowed = self._allowance_again(expected, taken, further=True)
+        if not (allowed.is_blind and may_evaluate) and fault(steps, allowed, pieces):
+            self._turn_to_the_reference()
+            allowed = self.floors.with_repeat(allowed, expected.steps, taken)
+        norms_evaluated = allowed.is_blind and may_evaluate
+        if norms_evaluated:
+            self._turn_to_the_reference()
+            evaluated = partial(self._with_norms_evaluated, windows[:1])
+            steps, allowed = self.floors.with_norms_evaluated(expected.steps, steps, allowed, taken, evaluated)
         reason = fault(steps, allowed, pieces)
         if reason and updates_fault and not fault(steps[:1], allowed, pieces):
             reason = updates_fault  # it shows in the gradients that follow it, so it is told before these
         elif reason and not norms_evaluated:
             # How far rounding moves a small tensor is chance: what is rejected was held to more than one throw of the dice.
-            _release(self.conditions)
-            allowed = self._allowance(expected.steps, taken, further=True)
+            allowed = wider(allowed, self._allowance_again(expected, taken, further=True))
             reason = fault(steps, allowed, pieces)
         return self._record(reason or updates_fault, steps, changes, allowed, windows)
 
-    def _with_norms_evaluated(
-        self, expected: Run, steps: list[Difference], taken: list[Window], windows: list[Window]
-    ) -> tuple[list[Difference], Allowance]:
-        """Gradients with BatchNorm in evaluation; losses and buffers as they were, held to their floors over all windows.
+    def _allowance_again(self, expected: Run, windows: list[Window], *, further: bool) -> Allowance:
+        self._turn_to_the_reference()
+        return self.floors.allowance(expected.steps, windows, further=further)
 
-        At its first weights a deep network with BatchNorm may be so sensitive that the last place of a bf16 number turns
-        its gradient around: ResNet-50 shows 1.1 for rounded weights, and with BatchNorm in evaluation 0.007 (CPU).
-        """
-        allowed = self._allowance(expected.steps, taken, further=True)
-        calm = self.reference.step(taken[0], evaluated_norms=True)
-        if first_not_finite(calm.gradients) is not None:
-            return steps, allowed
-        floors = self._allowance([calm], taken[:1], further=True, evaluated_norms=True)
-        if floors.is_blind:
-            return steps, allowed
-        self._let_reference_go()
-        self.phase("compile")
-        seed_everything(0)
-        training = self._built()
-        restore(training.model, self.reference.weights)
-        with self._without_dropout(training), batch_norms_evaluated(training.model):
-            (found,) = differences([calm], run_steps(training, windows[:1], 1))
-        self.notes.append(
-            f"rounding alone moves the gradient by {allowed.relative_error:.2g} of itself: gradients were compared with "
-            "BatchNorm in evaluation, losses and buffers in training"
-        )
-        stands_in = [
-            replace(step, gradients=replace(found.gradients, missing=step.gradients.missing))
-            if math.isfinite(step.gradients.relative_error)
-            else step
-            for step in steps
-        ]
-        return stands_in, replace(
-            floors, buffer_errors=allowed.buffer_errors, loss_error=allowed.loss_error, largest_of_buffer=math.inf
-        )
+    def _turn_to_the_reference(self) -> None:
+        """It gets a time limit of its own, and the memory of the candidate that ran before."""
+        _release(self.conditions)
+        self.phase("parity")
 
     def _let_candidate_go(self) -> None:
-        """The reference gets its memory: there is no room for both. It is built anew for its own run."""
+        """There is no room for it beside the reference. It is built again for its own run."""
         del self.training
-        _release(self.conditions)
+        self._turn_to_the_reference()
 
     def _let_reference_go(self) -> None:
         """The candidate gets its memory."""
@@ -346,9 +269,10 @@ class _Check:
         self, expected: Run, windows: list[Window]
     ) -> tuple[list[Difference], str, dict[str, ParameterChange]]:
         """How far each of the candidate's steps is off, what is wrong with its updates, and what these did."""
+        self._let_reference_go()
         if self.request.reference:
-            seed_everything(0)
-            self.training = self._built()
+            self.training = self._built_again()
+        self.phase("compile")
         training = self.training
         restore(training.model, self.reference.weights)
         with self._without_dropout(training):
@@ -358,6 +282,23 @@ class _Check:
         exact = Precision.now().matmul == HIGHEST.matmul
         settings = optimizer_settings(training)
         return steps, update_fault(changes, expected.settings, settings, len(windows), exact), changes
+
+    def _with_norms_evaluated(self, windows: list[Window], expected: Step) -> Difference:
+        """How far the candidate's first step is off with BatchNorm in evaluation."""
+        self._let_reference_go()
+        training = self._built_again()
+        self.phase("compile")
+        restore(training.model, self.reference.weights)
+        with self._without_dropout(training), batch_norms_evaluated(training.model):
+            (found,) = differences([expected], run_steps(training, windows, 1))
+        del training
+        self._turn_to_the_reference()
+        return found
+
+    def _built_again(self) -> Training:
+        self.phase("build")
+        seed_everything(0)
+        return self._built()
 
     def _without_dropout(self, training: Training) -> AbstractContextManager[None]:
         # Only where there is dropout, for turning it off changes what is traced: elsewhere the compiler finds the graphs
@@ -369,7 +310,14 @@ class _Check:
     ) -> tuple[list[Difference], Allowance]:
         """The first step by its means over several seeds; of the others, whether their losses are finite."""
         self.notes.append(f"it draws random numbers of its own: means over {SEEDS} seeds were compared")
+        if self.request.reference:
+            self._let_candidate_go()
+        self.phase("parity")
         expected = self.reference.means(window, SEEDS)
+        if self.request.reference:
+            self._let_reference_go()
+            self.training = self._built_again()
+        self.phase("compile")
         with self._without_dropout(self.training):
             means = run_seeds(self.training, self.reference.weights, window, SEEDS, self.place)
         first = difference(expected.step(), means.step())
@@ -382,7 +330,7 @@ class _Check:
             return False
         # A compiler has a generator of its own; a CPU's generator gives other numbers in another type. Recomputation is
         # no excuse: it must draw what the forward drew.
-        other_type = self.conditions.device == "cpu" and bool(self._own_roundings()) and "torch" in expected.drew
+        other_type = self.conditions.device == "cpu" and bool(self.floors.own_roundings) and "torch" in expected.drew
         return self.expects_compiled_graphs or other_type
 
     def _record(
@@ -430,17 +378,6 @@ class _Check:
             micro_batches_per_step=len(windows[0]),
             notes=tuple(self.notes),
         )
-
-
-def _with_outputs_rounded(
-    inexact: Callable[..., list[Difference]], kind: str, rounding: str | None
-) -> list[Difference]:
-    try:
-        return inexact(outputs=kind, rounding=rounding)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # the user's model refuses hooks (scripted modules), or what they add (torch.func)
-        return []
 
 
 def _is_in_doubt(steps: list[Difference], allowed: Allowance, pieces: int) -> bool:

@@ -119,18 +119,18 @@ def allowance(
     return Allowance(relative_error, errors, buffer_errors, loss_error, units, LARGEST_TOLERANCE, output_error)
 
 
-def with_repeat(allowed: Allowance, repeat: Sequence[Difference]) -> Allowance:
-    """As much more as the reference differs from itself by when it is run again."""
-    found = allowance([repeat])
+def wider(allowed: Allowance, other: Allowance) -> Allowance:
+    """The same with the larger of each error that either saw."""
     errors, buffer_errors = dict(allowed.errors), dict(allowed.buffer_errors)
-    _raise_to(errors, found.errors)
-    _raise_to(buffer_errors, found.buffer_errors)
+    _raise_to(errors, other.errors)
+    _raise_to(buffer_errors, other.buffer_errors)
     return replace(
         allowed,
-        relative_error=max(allowed.relative_error, found.relative_error),
+        relative_error=max(allowed.relative_error, other.relative_error),
         errors=errors,
         buffer_errors=buffer_errors,
-        loss_error=max(allowed.loss_error, found.loss_error),
+        loss_error=max(allowed.loss_error, other.loss_error),
+        output_error=max(allowed.output_error, other.output_error),
     )
 
 

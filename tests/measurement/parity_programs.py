@@ -83,3 +83,10 @@ class Sensitive(nn.Module):
 
 def in_autocast() -> bool:
     return torch.is_autocast_enabled("cpu")
+
+
+def noise_by_type(like: torch.Tensor) -> torch.Tensor:
+    """Noise that is other in bf16, on every CPU: on some a generator gives the same numbers in all types."""
+    if like.dtype == torch.bfloat16:
+        torch.rand(1)
+    return torch.randn_like(like)

@@ -14,6 +14,8 @@ from tests.measurement.parity_programs import (
     Net,
     Residual,
     assert_passed,
+    in_autocast,
+    noise_by_type,
     parity,
 )
 from tests.measurement.programs import no_phase, program, request
@@ -88,7 +90,10 @@ def test_a_candidate_that_is_not_in_doubt_costs_two_models_and_five_windows_of_t
     assert [model.windows for model in made] == [3, 5]
 
 
-def test_a_program_that_fits_with_some_settings_alone_is_compared_with_these_and_one_model_at_a_time() -> None:
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_program_that_fits_with_some_settings_alone_is_compared_with_these_and_one_model_at_a_time(
+    noise: float,
+) -> None:
     alive: list[weakref.ref[nn.Module]] = []
     most_alive = 0
 
@@ -98,7 +103,8 @@ def test_a_program_that_fits_with_some_settings_alone_is_compared_with_these_and
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             nonlocal most_alive
             most_alive = max(most_alive, sum(each() is not None for each in alive))
-            return super().forward(x)
+            y = super().forward(x)
+            return y + noise * noise_by_type(y) if noise else y
 
     def model_fn() -> nn.Module:
         model = Lonely()
@@ -121,7 +127,25 @@ def test_a_program_that_fits_with_some_settings_alone_is_compared_with_these_and
     )
     assert_passed(result)
     assert most_alive == 1
-    assert result.notes == ("your step was run with optimizer_impl=fused, without which it fits at no batch",)
+    by_means = ("it draws random numbers of its own: means over 8 seeds were compared",)
+    told = "your step was run with optimizer_impl=fused, without which it fits at no batch"
+    assert result.notes == (told, *(by_means if noise else ()))
+
+
+def test_each_turn_of_the_reference_after_the_candidate_has_a_time_limit_of_its_own() -> None:
+    phases: list[str] = []
+
+    class ForgetsHalf(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(phases[-1])
+            y = super().forward(x)
+            return (y + y.detach()) / 2 if in_autocast() else y
+
+    seen: list[str] = []
+    assert not check_parity(program(ForgetsHalf), request("parity", precision="bf16"), phases.append).passed
+    assert phases[:3] == ["build", "parity", "compile"]
+    assert set(phases[3:]) == {"parity"}
+    assert seen.count("compile") == 3, "the candidate's windows alone"
 
 
 def test_where_memory_is_short_on_a_cpu_fewer_micro_batches_are_compared() -> None:

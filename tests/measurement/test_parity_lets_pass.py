@@ -26,6 +26,7 @@ from tests.measurement.parity_programs import (
     assert_passed,
     assert_rejected,
     in_autocast,
+    noise_by_type,
     parity,
 )
 from tests.measurement.programs import WIDTH, mse, no_phase, program, regression_data, request
@@ -209,6 +210,26 @@ def test_noise_drawn_by_the_model_is_drawn_alike_and_held_to_the_same_gate() -> 
         assert_passed(result)
         assert result.tolerance < 0.1
     assert_rejected(parity(program(NoisyAndSkips), precision="bf16"), "gradients differ by 0.9, of ")
+
+
+class LoudAndNormalised(nn.Module):
+    """Noise that is louder than what it is added to, behind a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32))
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        return self.head(torch.tanh(y + 3 * noise_by_type(y)))
+
+
+def test_noise_so_loud_that_means_tell_little_is_not_taken_for_rounding() -> None:
+    result = parity(program(LoudAndNormalised), precision="bf16")
+    assert_passed(result)
+    assert result.notes == ("it draws random numbers of its own: means over 8 seeds were compared",)
+    assert result.floor > 0.3
 
 
 def test_a_compiled_model_that_draws_from_the_compilers_generator_is_compared_by_means_over_seeds() -> None:
