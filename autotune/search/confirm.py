@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from autotune.config import TrainingConfig, settings_text
@@ -35,6 +37,8 @@ EVALUATION_SHARE = 0.4
 FEWEST_SOAK_SECONDS = 5.0
 FEWEST_SOAK_STEPS = 200
 """Enough, where a budget leaves no time for the whole soak."""
+NEARLY_WHOLE = 0.9
+"""A soak that ran for this share of the whole time was not cut short."""
 OF_THE_PROGRAM: tuple[FailureKind, ...] = ("numerics", "user_error")
 """Failures that a program which runs on for longer may have by itself: a loss that diverges, a broken sample."""
 
@@ -54,20 +58,20 @@ def reserve_seconds(session: Session) -> float:
     rounds = session.pace.rounds_of_a_plain_gain if is_plain else FEWEST_ROUNDS
     measuring = rounds * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
     parity = 0.0 if finalist.config == session.baseline else finalist.seconds
-    soak = session.pace.soak_seconds + _around_the_soak_seconds(session, finalist)
+    soak = _soak_trial_seconds(session, finalist, session.pace.soak_seconds)
     return min(measuring + parity + soak, LARGEST_RESERVE * session.budget.seconds)
 
 
-def _around_the_soak_seconds(session: Session, trial: Trial) -> float:
-    """What the soak of a trial's configuration is likely to take beside its run: the end of a pass over the data, the
-    start, and compiling what an evaluation computes."""
+def _soak_trial_seconds(session: Session, trial: Trial, soak_seconds: float) -> float:
+    """What a soak of so many seconds of a trial's configuration is likely to take: with the end of a pass over the data,
+    the start, and compiling what an evaluation computes."""
     compiled = [
         one.measurement.first_step_seconds
         for one in session.trials
         if one.measurement is not None and slow_to_start(one.config)
     ]
     evaluation = EVALUATION_SHARE * max(compiled, default=0.0) if slow_to_start(trial.config) else 0.0
-    return (LONGEST_SOAK_SHARE - 1) * session.pace.soak_seconds + _start_seconds(session, trial) + evaluation
+    return LONGEST_SOAK_SHARE * soak_seconds + _start_seconds(session, trial) + evaluation
 
 
 def _round_seconds(session: Session, trial: Trial) -> float:
@@ -152,9 +156,9 @@ def _has_time(
         _expected_seconds(session, config) for config in [session.baseline, *finalists]
     )
     trials = filter(None, map(session.measured, [session.baseline, *finalists]))
-    soak = FEWEST_SOAK_SECONDS if short_soak else session.pace.soak_seconds
-    around = max(_around_the_soak_seconds(session, trial) for trial in trials)
-    return session.budget.left() - soak - around >= expected
+    soak_seconds = FEWEST_SOAK_SECONDS if short_soak else session.pace.soak_seconds
+    soak = max(_soak_trial_seconds(session, trial, soak_seconds) for trial in trials)
+    return session.budget.left() - soak >= expected
 
 
 def _expected_seconds(session: Session, config: TrainingConfig) -> float:
@@ -303,15 +307,14 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
         return True
     trial = session.measured(config)
     assert trial is not None
-    left = session.budget.left() - _around_the_soak_seconds(session, trial)
-    session.pace = replace(session.pace, soak_seconds=min(session.pace.soak_seconds, max(FEWEST_SOAK_SECONDS, left)))
-    answer = session.probe("soak", config)
-    failure = None if is_baseline else _held_against(session, answer)
+    with _soaks_that_fit(session, trial):
+        answer = session.probe("soak", config)
+        failure = None if is_baseline else _held_against(session, answer)
     if failure is None:
         if answer.soak is not None:
             session.warnings.extend(finding for finding in answer.soak.findings if finding not in session.warnings)
-            if session.pace.soak_seconds < Pace.soak_seconds and answer.soak.steps < FEWEST_SOAK_STEPS:
-                session.warnings.append(f"the soak was cut short for this budget: it ran {answer.soak.steps:,} steps")
+            if _was_cut_short(session, config, answer.soak):
+                session.warnings.append(f"the soak was cut short for lack of time: it ran {answer.soak.steps:,} steps")
         elif is_baseline and answer.failure is not None:
             session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
         return True
@@ -319,6 +322,24 @@ def _survives(session: Session, config: TrainingConfig) -> bool:
     longest = " at the longest batch" if failure.kind in OUT_OF_MEMORY and answer.failure is not None else ""
     session.fail(trial, failure.model_copy(update={"message": f"in the soak{longest}: {failure.message}"}))
     return False
+
+
+@contextmanager
+def _soaks_that_fit(session: Session, trial: Trial) -> Iterator[None]:
+    """Inside, soaks are as long as the time left allows for that of the trial's configuration."""
+    whole = session.pace
+    left = (session.budget.left() - _soak_trial_seconds(session, trial, 0.0)) / LONGEST_SOAK_SHARE
+    session.pace = replace(whole, soak_seconds=min(whole.soak_seconds, max(FEWEST_SOAK_SECONDS, left)))
+    try:
+        yield
+    finally:
+        session.pace = whole
+
+
+def _was_cut_short(session: Session, config: TrainingConfig, soak: SoakResult) -> bool:
+    """Whether it made few steps and had less than the whole time for them, be it in an earlier call."""
+    ran_seconds = soak.steps * session.space.effective_batch(config) / soak.samples_per_second
+    return soak.steps < FEWEST_SOAK_STEPS and ran_seconds < NEARLY_WHOLE * Pace.soak_seconds
 
 
 def _held_against(session: Session, answer: TrialAnswer) -> Failure | None:

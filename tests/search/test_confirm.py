@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.config import TrainingConfig, Value
 from autotune.records import SoakResult, TrialAnswer, TrialRequest
-from autotune.search.confirm import confirm, reserve_seconds
+from autotune.search.confirm import _survives, confirm, reserve_seconds
 from tests.knobs.search_facts import cuda_facts
 from tests.search.simulated_machine import Fault, Program, SimulatedMachine
 from tests.search.simulated_search import SimulatedSearch
@@ -306,10 +306,39 @@ def test_a_rate_that_falls_on_a_busy_machine_is_not_held_against_the_winner(
 
 
 def test_a_soak_that_a_short_budget_cuts_short_says_so(new_directory: NewDirectory, monkeypatch: Any) -> None:
-    finding(monkeypatch, lambda request, soak: {"steps": 150})
-    short = confirmed(new_directory(), BF16, budget_seconds=200.0)
-    assert warnings_of(short) == ["the soak was cut short for this budget: it ran 150 steps"]
+    finding(monkeypatch, few_steps)
+    directory = new_directory()
+    short = confirmed(directory, BF16, budget_seconds=200.0)
+    told = ["the soak was cut short for lack of time: it ran 150 steps"]
+    assert warnings_of(short) == told
     assert warnings_of(confirmed(new_directory(), BF16, budget_seconds=1000.0)) == []
+    assert warnings_of(confirmed(directory, BF16, budget_seconds=1000.0)) == told, "it is not soaked again"
+
+
+def few_steps(request: TrialRequest, soak: SoakResult) -> dict[str, Any]:
+    return {"steps": 150, "samples_per_second": 150 * 32 / soak_seconds(request)}
+
+
+def soak_seconds(request: TrialRequest) -> float:
+    return request.block_seconds * request.maximum_blocks
+
+
+def test_a_soak_that_is_shortened_does_not_shorten_the_next(new_directory: NewDirectory) -> None:
+    launching = replace(PROGRAM, launch_seconds=0.05)
+    larger = {**BF16, "batch_size": 128}
+    search = SimulatedSearch(launching, FACTS, new_directory(), budget_seconds=1000.0)
+    base = search.space.baseline
+    with search.begun() as session:
+        for changes in (BF16, larger):
+            session.measure(base.replace(changes), "compute")
+        whole = session.pace
+        session.budget.seconds = search.machine.now_seconds + 12.0
+        assert _survives(session, base.replace(BF16))
+        assert session.pace == whole
+        session.budget.seconds = search.machine.now_seconds + 1000.0
+        assert _survives(session, base.replace(larger))
+    short, long = (soak_seconds(request) for request in search.machine.requests if request.kind == "soak")
+    assert short < 12 < 19 < long
 
 
 def test_a_failure_that_the_users_own_program_has_too_is_told(new_directory: NewDirectory) -> None:
