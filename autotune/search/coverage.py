@@ -8,6 +8,7 @@ from typing import Literal
 from autotune.advice.bottleneck import bottleneck_of_step
 from autotune.config import TrainingConfig, Value, settings_text
 from autotune.knobs.base import Knob
+from autotune.memory_margin import limit_bytes
 from autotune.quantities import NO_UPPER_END, format_ratio, format_share
 from autotune.records import OUT_OF_MEMORY, Bottleneck, Measurement, Trial
 from autotune.search.answers import Results
@@ -168,7 +169,11 @@ def _better(results: Results, chosen: TrainingConfig, knob: Knob, values: Sequen
 def _cause(results: Results, config: TrainingConfig) -> Bottleneck | None:
     """What held the step of a configuration back when it was first measured."""
     found = results.first_measurement(config)
-    return None if found is None else bottleneck_of_step(found, device=results.space.facts.device, limit_bytes=None)
+    if found is None:
+        return None
+    facts = results.space.facts
+    limit = limit_bytes(results.settings.conditions, facts.machine)
+    return bottleneck_of_step(found, device=facts.device, limit_bytes=limit)
 
 
 def _is_count(value: Value) -> bool:

@@ -206,14 +206,14 @@ class Search:
         """The batch where it may move: freely, or up to the held one; downwards where memory is the aim."""
         session = self.session
         held = session.settings.conditions.global_batch_size
-        may_move = self._batch_may_grow(leader) or (held is not None and session.settings.objective == "memory")
-        if len(session.space.batch_sizes) < 2 or not may_move or not session.affords(leader.config):
+        may_shrink = len(session.space.batch_sizes) > 1 and session.settings.objective == "memory"
+        if not (may_shrink or self._batch_may_grow(leader)) or not session.affords(leader.config):
             return leader
         return search_batch(session, leader, "compute", free=held is None, go_on_gain=go_on_gain)
 
     def _batch_may_grow(self, leader: Trial) -> bool:
-        held = self.session.settings.conditions.global_batch_size
-        return held is None or self.session.space.micro_batch(leader.config) < held
+        space, held = self.session.space, self.session.settings.conditions.global_batch_size
+        return len(space.batch_sizes) > 1 and (held is None or space.micro_batch(leader.config) < held)
 
     def _may_free_the_batch(self) -> bool:
         """Whether a second answer is asked for, with a batch above the held one."""

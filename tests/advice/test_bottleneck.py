@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from autotune.advice.bottleneck import bottleneck, explain
+from autotune.advice.bottleneck import bottleneck, bottleneck_of_step, explain
 from autotune.knobs.registry import KNOBS
 from autotune.records import Bottleneck, MemoryMarks
 from tests.report.sample_records import GIB, measurement
@@ -20,6 +20,13 @@ def cause_of(
 def test_a_loader_that_is_clearly_slower_is_the_cause_whatever_else_is_seen() -> None:
     assert cause_of(resident_samples_per_second=1500.0, device_lag_share=0.5) == "loader"
     assert cause_of("cpu", resident_samples_per_second=1500.0) == "loader"
+
+
+@pytest.mark.parametrize(("lag_share", "cause"), [(0.5, "compute"), (0.01, "launch")])
+def test_what_holds_the_step_itself_back_is_told_beside_a_loader(lag_share: float, cause: str) -> None:
+    slow_loader = measurement(resident_samples_per_second=1500.0, device_lag_share=lag_share)
+    assert bottleneck(slow_loader, device="cuda", limit_bytes=None) == "loader"
+    assert bottleneck_of_step(slow_loader, device="cuda", limit_bytes=None) == cause
 
 
 def test_a_loader_within_the_interval_is_not_blamed() -> None:
