@@ -70,6 +70,9 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     fit, both are made smaller. Where the user's program fits at no batch, the reference takes the values with which it
     does (`request.reference`), and memory holds one of the two at a time.
 
+    Where rounding alone turns the gradient of a network with BatchNorm around, gradients are compared with BatchNorm in
+    evaluation (`Floors.with_norms_evaluated`).
+
     Dropout is off. Other random numbers are drawn from the same seed, and only a candidate that cannot but draw others
     (it is compiled, or draws in another type) is compared by means over several seeds, and allowed what those spread.
     """
