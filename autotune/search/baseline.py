@@ -86,20 +86,40 @@ def _leaner_reference(
     """The reference where the user's program fits at no micro-batch. The user is told first."""
     space = session.space
     session.watcher.note(f"your program fits at no batch as it is ({why}); looking for what it takes to make it fit")
-    leanest = lightest_that_fits(session, why, expected or {})
-    leaner = leanest.replace({space.batch_name: space.micro_batch(config)})
-    ceiling = find_ceiling(session, leaner, keep_global_batch=True, start=space.micro_batch(leanest))
-    size = ceiling.largest_batch_size or space.micro_batch(leanest)
-    leaner = leaner.replace({space.batch_name: size})
-    settings = space.beside_own(leaner)
+    leanest, short_of_margin = lightest_that_fits(session, why, expected or {})
+    leaner, trial = _grown(session, leanest)
+    settings, size = space.beside_own(leaner), space.micro_batch(leaner)
     how = f", with {_how(session)}" if size < space.micro_batch(config) else ""
-    rounds = "" if all(knob.effect == "exact" for knob in KNOBS if knob.name in settings) else UNCHECKED
-    _warn(
-        session,
-        f"your program fits at no batch here; the reference is your program with {settings_text(settings)}, at a "
-        f"micro-batch of {size}{how}, and every speed-up is told against that{rounds}",
-    )
-    return leaner, _measured(session, leaner)
+    if settings:
+        rounds = "" if all(knob.effect == "exact" for knob in KNOBS if knob.name in settings) else UNCHECKED
+        _warn(
+            session,
+            f"your program fits at no batch here; the reference is your program with {settings_text(settings)}, at a "
+            f"micro-batch of {size}{how}, and every speed-up is told against that{rounds}",
+        )
+    elif how:
+        _warn(
+            session,
+            f"a batch of {space.micro_batch(config)} does not fit here; the reference is a micro-batch of {size}{how}",
+        )
+    if short_of_margin:
+        _warn(session, short_of_margin)
+    return leaner, trial
+
+
+def _grown(session: Session, leanest: TrainingConfig) -> tuple[TrainingConfig, Trial]:
+    """These settings, which fit at this micro-batch, at the largest that fits and bears being measured."""
+    space = session.space
+    smallest = space.micro_batch(leanest)
+    own = leanest.replace({space.batch_name: space.micro_batch(space.baseline)})
+    while True:
+        ceiling = find_ceiling(session, own, keep_global_batch=True, start=smallest)
+        size = ceiling.largest_batch_size or smallest
+        config = own.replace({space.batch_name: size})
+        trial = _measured(session, config)
+        # A measurement holds a little more than a probe; that it failed is known to the next search for a ceiling.
+        if trial.failure is None or trial.failure.kind not in OUT_OF_MEMORY or size <= smallest:
+            return config, trial
 
 
 UNCHECKED = "; what these settings round is not checked, since no step in fp32 fits"

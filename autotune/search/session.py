@@ -13,6 +13,7 @@ from autotune.memory_margin import limit_bytes, misfit
 from autotune.records import (
     Failure,
     Measurement,
+    MemoryMarks,
     ParityResult,
     Probe,
     SearchFacts,
@@ -89,6 +90,33 @@ class Session:
                 self.budget.spend_trial()
         for probe in self.study.probes():
             self._remember_probe(probe.kind, probe.config, probe.answer)
+
+    def waive_margin(self) -> None:
+        """From here on what runs without allocator retries fits, however little of the memory it leaves; so does what was
+        refused for that before. The study keeps the margin that was asked for: a search that goes on comes to this again.
+        """
+        conditions = self.settings.conditions.model_copy(update={"memory_margin": 0.0})
+        self.settings = self.settings.model_copy(update={"conditions": conditions})
+        self.trials = [self._judged_again(trial) for trial in self.trials]
+        self.obstacles = Obstacles(self.space)
+        for trial in self.trials:
+            self.obstacles.learn_trial(trial)
+        for probe in self.study.probes():
+            answer, memory = probe.answer, probe.answer.memory
+            if memory is not None and self.runs(memory.memory):
+                answer = answer.model_copy(update={"memory": memory.model_copy(update={"fits": True, "reason": ""})})
+            self._remember_probe(probe.kind, probe.config, answer)
+
+    def _judged_again(self, trial: Trial) -> Trial:
+        """Without the margin, where that alone may have spoken against it."""
+        failure = trial.failure
+        if trial.measurement is None or failure is None or (failure.kind, failure.phase) != ("device_oom", "measure"):
+            return trial
+        return trial.model_copy(update={"failure": self._unfit(trial.measurement)})
+
+    def runs(self, memory: MemoryMarks) -> bool:
+        """Whether what took this memory ran without allocator retries, whatever it left."""
+        return not misfit(memory, limit_bytes=self.memory_limit_bytes(), margin=0.0)
 
     @property
     def facts(self) -> SearchFacts:

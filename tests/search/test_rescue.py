@@ -53,7 +53,9 @@ def test_where_only_a_pair_fits_it_is_the_reference_at_the_largest_batch_that_do
     assert notes[-1] == f"note: {warning}"
 
 
-def test_one_change_is_tried_before_two_and_what_rounds_comes_last(new_directory: NewDirectory) -> None:
+def test_one_change_is_tried_before_two_and_what_rounds_comes_last(
+    new_directory: NewDirectory,
+) -> None:
     search = started(new_directory())
     with search.begun() as session:
         tried = [config.changes_from(search.space.baseline) for config in search.machine.asked("memory")]
@@ -150,6 +152,70 @@ def test_it_is_verified_against_the_same_reference(new_directory: NewDirectory) 
     assert report.holds, report.verdict
     assert report.reference_settings == {"optimizer_impl": "fused"}
     assert "the speed of your program with optimizer_impl=fused" in report.verdict
+
+
+COPIES = replace(PAIR, memory_shares={**RECOMPUTED, ("precision", "bf16"): 2.0})
+"""Autocast keeps a copy of the weights, which takes more than it saves at so small a batch."""
+TIGHT_BYTES = int(1.18 * GIB)
+"""Of that the pair reserves 98 % at a micro-batch of 1; nothing else runs."""
+SHORT_OF_MARGIN = (
+    "nothing that makes your program fit leaves 5 % of the memory free (optimizer_impl=fused, "
+    "activation_checkpointing=all took 1,183 MiB of 1,208 MiB): all that runs counts as fitting here, and a longer run may "
+    "run out of memory"
+)
+
+
+def test_where_nothing_leaves_the_margin_what_runs_is_the_reference_and_is_not_refused_for_it(
+    new_directory: NewDirectory,
+) -> None:
+    outcome = finished(started(new_directory(), COPIES, memory_limit_bytes=TIGHT_BYTES, trials=8))
+    found = outcome.recommendation
+    assert found.reference_settings == NEITHER_ALONE
+    assert found.baseline.micro_batch_size == 1
+    assert SHORT_OF_MARGIN in found.warnings
+    assert outcome.session.obstacle(outcome.session.baseline) is None
+    assert any(trial.failure is None and trial.config != outcome.session.baseline for trial in outcome.session.trials)
+    assert not any(trial.failure is not None and "margin" in trial.failure.message for trial in outcome.session.trials)
+
+
+def test_a_search_without_margin_that_goes_on_comes_to_the_same(new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    first = started(directory, COPIES, memory_limit_bytes=TIGHT_BYTES, trials=2).run()
+    again = started(directory, COPIES, memory_limit_bytes=TIGHT_BYTES, trials=6)
+    with again.begun() as session:
+        assert session.baseline == first.session.baseline
+        assert SHORT_OF_MARGIN in session.warnings
+        assert again.machine.requests == []
+
+
+def test_a_larger_micro_batch_may_leave_no_margin_either(new_directory: NewDirectory) -> None:
+    flat = replace(COPIES, memory_shares={("activation_checkpointing", "all"): 0.004, ("precision", "bf16"): 9.0})
+    with started(new_directory(), flat, memory_limit_bytes=int(1.1 * GIB)).begun() as session:
+        assert session.baseline is not None
+        assert session.space.beside_own(session.baseline) == NEITHER_ALONE
+        assert session.space.micro_batch(session.baseline) == 8
+
+
+def test_the_users_own_program_is_the_reference_where_nothing_leaves_a_margin_and_it_runs(
+    new_directory: NewDirectory,
+) -> None:
+    heavy = Program(sample_seconds=0.01, constant_bytes=GIB, sample_bytes=2**20)
+    search = started(new_directory(), heavy, step_fits=True, memory_limit_bytes=int(1.1 * GIB))
+    with search.begun() as session:
+        assert session.baseline == search.space.baseline.replace({"batch_size": 32})
+        assert session.measured(session.baseline) is not None
+        (warning,) = session.warnings
+    assert "(your own settings took 1,076 MiB of 1,126 MiB)" in warning
+
+
+def test_a_reference_that_bears_no_measurement_at_its_largest_batch_is_made_smaller(
+    new_directory: NewDirectory,
+) -> None:
+    fault = Fault("measure", {**NEITHER_ALONE, "batch_size": 4}, "device_oom")
+    with started(new_directory(), replace(PAIR, faults=(fault,))).begun() as session:
+        assert session.baseline is not None
+        assert session.space.beside_own(session.baseline) == NEITHER_ALONE
+        assert session.space.micro_batch(session.baseline) == 2
 
 
 def test_where_nothing_fits_that_is_said_with_what_was_tried(new_directory: NewDirectory) -> None:
