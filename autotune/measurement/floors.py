@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from autotune.config import TrainingConfig
 from autotune.knobs.registry import KNOBS
-from autotune.measurement.determinism import Precision
+from autotune.measurement.determinism import HIGHEST, Precision
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.reference import SAME_AGAIN, Reference
 from autotune.measurement.runs import Difference, Step
@@ -25,7 +26,8 @@ LARGEST_REPEAT = 0.1
 class Floors:
     """Asks the reference for what the candidate, of this configuration, is held to. What it finds goes into `notes`.
 
-    The candidate is to have given its memory back before.
+    The candidate is to have given its memory back before. Windows are always the first so many of the same ones: what was
+    measured over as many is not measured again.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Floors:
     ) -> None:
         self._reference, self._config, self._conditions = reference, config, conditions
         self._users_precision, self._notes = users_precision, notes
+        self._measured: dict[tuple[Any, ...], list[Difference]] = {}
 
     @property
     def own_roundings(self) -> set[str]:
@@ -54,7 +57,7 @@ class Floors:
     ) -> Allowance:
         """From weights and inputs rounded, and `further` outputs too, the user's own TF32."""
         roundings = sorted(self.roundings)
-        inexact = partial(self._reference.inexact, windows, expected, evaluated_norms=evaluated_norms)
+        inexact = partial(self._inexact, windows, expected, evaluated_norms)
         runs = [inexact(rounding=kind) for kind in roundings]
         if not further:
             return allowance(runs, [], roundings)
@@ -64,6 +67,29 @@ class Floors:
         outputs = [_with_outputs_rounded(inexact, kind, None) for kind in roundings]
         outputs += [_with_outputs_rounded(inexact, kind, kind) for kind in roundings]
         return allowance(runs, outputs, roundings)
+
+    def _inexact(
+        self,
+        windows: list[Window],
+        expected: Sequence[Step],
+        evaluated_norms: bool,
+        *,
+        precision: Precision = HIGHEST,
+        rounding: str | None = None,
+        outputs: str | None = None,
+    ) -> list[Difference]:
+        """`Reference.inexact`, each run once."""
+        key = (len(windows), evaluated_norms, precision, rounding, outputs)
+        if key not in self._measured:
+            self._measured[key] = self._reference.inexact(
+                windows,
+                expected,
+                precision=precision,
+                rounding=rounding,
+                outputs=outputs,
+                evaluated_norms=evaluated_norms,
+            )
+        return self._measured[key]
 
     def with_repeat(
         self, allowed: Allowance, expected: Sequence[Step], windows: list[Window], *, evaluated_norms: bool = False

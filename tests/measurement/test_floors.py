@@ -51,6 +51,22 @@ def test_further_floors_allow_more_for_single_tensors_and_no_less_for_all_togeth
     assert all(more.errors[name] >= error for name, error in few.errors.items())
 
 
+def test_no_run_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    floors, steps, windows, _ = asked(program(Net), precision="bf16")
+    runs: list[int] = []
+    inexact = Reference.inexact
+
+    def counted(self: Reference, windows: list[Window], *arguments: Any, **options: Any) -> list[Difference]:
+        runs.append(len(windows))
+        return inexact(self, windows, *arguments, **options)
+
+    monkeypatch.setattr(Reference, "inexact", counted)
+    few = floors.allowance(steps, windows[:1], further=False)
+    assert floors.allowance(steps, windows, further=True) == floors.allowance(steps, windows, further=True)
+    assert floors.allowance(steps, windows[:1], further=False) == few
+    assert runs == [1, 3, 3, 3]
+
+
 def test_what_rounds_nothing_is_allowed_another_order_of_adding_and_says_nothing() -> None:
     floors, steps, windows, notes = asked(program(Net))
     assert floors.roundings == set()
