@@ -40,9 +40,8 @@ def put_in_force(settings: Mapping[str, Value]) -> None:
         "default_dtype": lambda value: torch.set_default_dtype(getattr(torch, value)),
     }
     for name, value in settings.items():
-        if (
-            name == "torch_threads" or _read(torch, name) != value
-        ):  # while a server prepares, threads are told otherwise
+        # While a server prepares, threads are told otherwise.
+        if name == "torch_threads" or _read(torch, name) != value:
             write[name](value)
 
 

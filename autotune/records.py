@@ -38,6 +38,8 @@ Phase = Literal["start", "build", "compile", "warm-up", "measure", "loader", "pa
 
 Bottleneck = Literal["loader", "host", "launch", "compute", "memory"]
 """What holds a training step back. `host` is CPU work inside the step, `launch` the cost of starting many small kernels."""
+OF_STARTING: frozenset[Bottleneck] = frozenset({"launch", "host"})
+"""What holds a step back whose device waits for its next kernel."""
 
 
 class Record(BaseModel):

@@ -210,14 +210,12 @@ def _in_less_memory(pool: TrialPool, request: TrialRequest, failure: Failure) ->
         for batch_size in SMALL_BATCHES:
             changes = {"facts_batch_size": batch_size, "facts_forward_only": forward_only}
             answer = pool.run(request.model_copy(update=changes))
-            if answer.failure is None or (_is_of_the_program(answer.failure) and batch_size > 1 and not forward_only):
+            if answer.failure is None or (
+                answer.failure.kind not in OUT_OF_MEMORY and batch_size > 1 and not forward_only
+            ):
                 return answer
     told = f"neither does a step of {' or '.join(map(str, SMALL_BATCHES))} samples, nor their forward pass alone"
     return TrialAnswer(failure=failure.model_copy(update={"message": f"{failure.message}; {told}"}))
-
-
-def _is_of_the_program(failure: Failure) -> bool:
-    return failure.kind not in OUT_OF_MEMORY
 
 
 def raise_failure(failure: Failure) -> NoReturn:

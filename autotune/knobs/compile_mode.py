@@ -19,7 +19,7 @@ from autotune.knobs.base import (
     parse_choice,
 )
 from autotune.knobs.batch_size import micro_batches_per_step
-from autotune.records import Bottleneck, SearchFacts
+from autotune.records import OF_STARTING, Bottleneck, SearchFacts
 
 VALUES = (AS_IS, "default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 BEST_FIRST = ("default", "reduce-overhead", AS_IS, "max-autotune-no-cudagraphs", "max-autotune")
@@ -53,7 +53,7 @@ class CompileMode(Knob):
     def best_against(self, cause: Bottleneck, facts: SearchFacts) -> tuple[str, ...]:
         """CUDA graphs start a whole step at once; compiling alone leaves a launch for each kernel: 24 narrow layers were
         no faster for it (H200). Where the device computes all the time, graphs gain nothing over `default`."""
-        starts_kernels = cause in ("launch", "host") and _missing_support("reduce-overhead", facts) is None
+        starts_kernels = cause in OF_STARTING and _missing_support("reduce-overhead", facts) is None
         return ("reduce-overhead",) if starts_kernels else ()
 
     def companions(self, value: Value, facts: SearchFacts) -> dict[str, Value]:

@@ -6,6 +6,7 @@ hold an end more than others, by chance or, since every process warms up alike, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def block_plan(
     cuts = [piece * steps_in_pass // pieces for piece in range(pieces + 1)]
     fewest_rounds = math.ceil(minimum_blocks / pieces)
     return BlockPlan(
-        multiples=tuple(end - begin for begin, end in zip(cuts, cuts[1:], strict=False)),
+        multiples=tuple(end - begin for begin, end in itertools.pairwise(cuts)),
         minimum_seconds=0.0,
         minimum_blocks=fewest_rounds * pieces,
         maximum_blocks=max(fewest_rounds, int(most_seconds / pass_seconds)) * pieces,

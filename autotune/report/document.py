@@ -77,6 +77,11 @@ def shown_settings(settings: Mapping[str, Value]) -> str:
     return settings_text(settings) or OWN_SETTINGS
 
 
+def shown_baseline(reference_settings: Mapping[str, Value]) -> str:
+    """What the baseline is called: it is not quite the user's own program where that fits at no batch."""
+    return "the reference" if reference_settings else OWN_SETTINGS
+
+
 def own_values(recommendation: Recommendation) -> TrainingConfig:
     """What of the baseline are the user's own settings: all, unless their program fits at no batch with all of them."""
     baseline, others = recommendation.baseline.config, recommendation.reference_settings

@@ -28,6 +28,7 @@ from autotune.report.document import (
     counted,
     lines_if_any,
     own_values,
+    shown_baseline,
     shown_settings,
 )
 
@@ -63,10 +64,8 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
 def _comparison(recommendation: Recommendation) -> Grid:
     if recommendation.keep:
         return _answer_grid("Your settings", {"yours": recommendation.baseline}, recommendation)
-    answers = {_whose(recommendation): recommendation.baseline, "recommended": recommendation.best}
-    if _is_reference(recommendation):
-        del answers[_whose(recommendation)]
-    return _answer_grid("What to use", answers, recommendation)
+    beside = {} if _is_reference(recommendation) else {_whose(recommendation): recommendation.baseline}
+    return _answer_grid("What to use", {**beside, "recommended": recommendation.best}, recommendation)
 
 
 def _whose(recommendation: Recommendation) -> str:
@@ -142,7 +141,7 @@ def _speedup_text(answer: Answer, beside: str) -> str:
 
 def _beside(recommendation: Recommendation) -> str:
     """What speed-ups are told against."""
-    return "the reference" if recommendation.reference_settings else "your settings"
+    return shown_baseline(recommendation.reference_settings)
 
 
 def _hours_text(hours: float) -> str:

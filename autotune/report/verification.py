@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotune.options import VerifyReport
 from autotune.quantities import format_bytes, format_duration, format_rate, format_ratio, format_spread
 from autotune.records import Answer
-from autotune.report.document import Document, Grid, Lines, Sentence, Verbatim, lines_if_any
+from autotune.report.document import Document, Grid, Lines, Sentence, Verbatim, lines_if_any, shown_baseline
 from autotune.report.recommendation import interval_text, parity_lines
 
 
@@ -27,7 +27,7 @@ def _then_and_now(report: VerifyReport) -> Grid:
     best = report.best or (report.baseline if report.best_then.config == report.baseline.config else None)
     rows = [
         (
-            f"{'the reference' if report.reference_settings else 'your settings'}, samples/s",
+            f"{shown_baseline(report.reference_settings)}, samples/s",
             _rate(report.baseline_then),
             _rate(report.baseline),
         ),

@@ -9,7 +9,7 @@ from autotune.config import TrainingConfig, Value
 from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS, slow_to_start
 from autotune.quantities import format_share
-from autotune.records import OUT_OF_MEMORY, Bottleneck, Stage, Trial
+from autotune.records import OF_STARTING, OUT_OF_MEMORY, Bottleneck, Stage, Trial
 from autotune.search.answers import WORTHWHILE_GAIN
 from autotune.search.loader import loader_share, search_loader
 from autotune.search.session import Session
@@ -18,8 +18,6 @@ PASSES = 2
 """The second pass tries what the first had to leave out: a scope of compilation means something once one compiles."""
 MOST_VALUES_PER_KNOB = 2
 """Of the values that a knob expects to be better than the baseline; the sampler may try the others later."""
-OF_STARTING: frozenset[Bottleneck] = frozenset({"launch", "host"})
-"""What holds a step back whose device waits for its next kernel."""
 LOADING_LASTS_LONGER = 0.5
 """End to end at less than this share of the step alone, more time goes by in loading than in the step."""
 ANOTHER_STEP = 1.5

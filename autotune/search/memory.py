@@ -21,8 +21,8 @@ def find_ceiling(
     """The largest micro-batch that runs and leaves the margin, the other knobs as in `config`.
 
     `keep_global_batch`: only micro-batches that the global batch is a multiple of. `start`: the first to try, in place of
-    the micro-batch of `config`. Every size named in the answer ran,
-    or failed, here; the probes are kept in the study, so a resumed search asks for none twice.
+    the micro-batch of `config`. Every size named in the answer ran, or failed, here; the probes are kept in the study, so a
+    resumed search asks for none twice.
     """
     space = session.space
     held = space.effective_batch(config)
