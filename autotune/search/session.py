@@ -430,6 +430,14 @@ class Session:
         """How long a trial takes when it is run again: what was compiled is found in the compiler's cache."""
         return trial.seconds - (1 - CACHED_SHARE[self.facts.device]) * _cold_start_seconds(trial)
 
+    def start_seconds(self, trial: Trial) -> float:
+        """What of that goes by beside its blocks."""
+        measurement = trial.measurement
+        assert measurement is not None
+        resident = measurement.resident_blocks.seconds if measurement.resident_blocks is not None else ()
+        again = self.seconds_again(trial) if slow_to_start(trial.config) else trial.seconds
+        return max(0.0, again - sum(measurement.blocks.seconds) - sum(resident))
+
     def _computes_alike(self, config: TrainingConfig, other: TrainingConfig) -> bool:
         """Whether forward and backward are the same: what differs is loading, or the optimizer's step."""
         space = self.space

@@ -1,0 +1,148 @@
+"""The winner runs on for longer, as training does; what does not bear it gives way to the next best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from autotune.config import TrainingConfig
+from autotune.knobs.registry import slow_to_start
+from autotune.memory_margin import leak
+from autotune.quantities import format_rate
+from autotune.records import LONGEST_SOAK_SHARE, OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
+from autotune.search.pace import Pace
+from autotune.search.session import Session
+
+EVALUATION_SHARE = 0.4
+"""Of a cold first step, for compiling the forward without gradients: of GPT-2 124M, whose cold first step takes 25 s, a soak
+that ran for 10 s at most took 30 s (H200)."""
+FEWEST_SOAK_SECONDS = 5.0
+FEWEST_SOAK_STEPS = 200
+"""Enough, where a budget leaves no time for the whole soak."""
+NEARLY_WHOLE = 0.9
+"""A soak that ran for this share of the whole time was not cut short."""
+OF_THE_PROGRAM: tuple[FailureKind, ...] = ("numerics", "user_error")
+"""Failures that a program which runs on for longer may have by itself: a loss that diverges, a broken sample."""
+
+
+def soak_trial_seconds(session: Session, trial: Trial, soak_seconds: float) -> float:
+    """What a soak of so many seconds of a trial's configuration is likely to take: with the end of a pass over the data,
+    the start, and compiling what an evaluation computes."""
+    compiled = [
+        one.measurement.first_step_seconds
+        for one in session.trials
+        if one.measurement is not None and slow_to_start(one.config)
+    ]
+    evaluation = EVALUATION_SHARE * max(compiled, default=0.0) if slow_to_start(trial.config) else 0.0
+    return LONGEST_SOAK_SHARE * soak_seconds + session.start_seconds(trial) + evaluation
+
+
+def soak_the_answers(session: Session) -> None:
+    """Runs what is about to be recommended on for longer; where that fails, the next best takes its place."""
+    session.watcher.stage("soak", "the winner runs on for longer")
+    while not survives(session, session.results().best().config):
+        pass
+    while (free := session.results().free_batch()) is not None and not survives(session, free.config):
+        pass
+
+
+def survives(session: Session, config: TrainingConfig) -> bool:
+    """Whether nothing speaks against the configuration; where it fails in its soak, that is recorded."""
+    is_baseline = config == session.baseline
+    if session.budget.left() < FEWEST_SOAK_SECONDS:
+        if not is_baseline:
+            whose = "the recommendation" if session.allowed(config) else "the answer with another batch"
+            session.warnings.append(f"no time was left for a soak of {whose}: it ran for its measurements only")
+        return True
+    trial = session.measured(config)
+    assert trial is not None
+    with _soaks_that_fit(session, trial):
+        answer = session.probe("soak", config)
+        failure = None if is_baseline else _held_against(session, answer)
+    if failure is None:
+        if answer.soak is not None:
+            session.warnings.extend(finding for finding in answer.soak.findings if finding not in session.warnings)
+            if _was_cut_short(session, config, answer.soak):
+                session.warnings.append(f"the soak was cut short for lack of time: it ran {answer.soak.steps:,} steps")
+        elif is_baseline and answer.failure is not None:
+            session.warnings.append(f"your own program failed when it ran on for longer: {answer.failure.message}")
+        return True
+    session.watcher.probe("soak", f"{failure.kind}: {failure.message}")
+    longest = " at the longest batch" if failure.kind in OUT_OF_MEMORY and answer.failure is not None else ""
+    session.fail(trial, failure.model_copy(update={"message": f"in the soak{longest}: {failure.message}"}))
+    return False
+
+
+@contextmanager
+def _soaks_that_fit(session: Session, trial: Trial) -> Iterator[None]:
+    """Inside, soaks are as long as the time left allows for that of the trial's configuration."""
+    whole = session.pace
+    left = (session.budget.left() - soak_trial_seconds(session, trial, 0.0)) / LONGEST_SOAK_SHARE
+    session.pace = replace(whole, soak_seconds=min(whole.soak_seconds, max(FEWEST_SOAK_SECONDS, left)))
+    try:
+        yield
+    finally:
+        session.pace = whole
+
+
+def _was_cut_short(session: Session, config: TrainingConfig, soak: SoakResult) -> bool:
+    """Whether it made few steps and had less than the whole time for them, be it in an earlier call."""
+    ran_seconds = soak.steps * session.space.effective_batch(config) / soak.samples_per_second
+    return soak.steps < FEWEST_SOAK_STEPS and ran_seconds < NEARLY_WHOLE * Pace.soak_seconds
+
+
+def _held_against(session: Session, answer: TrialAnswer) -> Failure | None:
+    """What speaks against a configuration that ran on; what the user's own program does as well does not."""
+    if answer.failure is not None:
+        own = _own_soak(session) if answer.failure.kind in OF_THE_PROGRAM else None
+        if own is None or own.failure is None or own.failure.kind != answer.failure.kind:
+            return answer.failure
+        session.warnings.append(f"your own program fails too when it runs on for longer: {own.failure.message}")
+        return None
+    soak = answer.soak
+    assert soak is not None
+    if soak.allocator_retries:
+        thrashes = f"the allocator had to free and retry {soak.allocator_retries} times: it does not really fit"
+        return Failure(kind="device_oom", phase="soak", message=thrashes)
+    if (grows := leak(soak.growth_bytes_per_step)) and not _own_program_grows(session):
+        kind: FailureKind = "device_oom" if session.facts.device == "cuda" else "host_oom"
+        return Failure(
+            kind=kind, phase="soak", message=f"{grows}, and {session.results().whose('your own settings')} show none"
+        )
+    return _too_slow_at_the_end(session, soak)
+
+
+def _own_program_grows(session: Session) -> bool:
+    """Whether the user's own program holds ever more memory as well, or there is no time to see that."""
+    base = session.baseline_trial()
+    if base is not None and base.measurement is not None and leak(base.measurement.memory.growth_bytes_per_step):
+        return True
+    own = _own_soak(session)
+    return own is None or (own.soak is not None and bool(leak(own.soak.growth_bytes_per_step)))
+
+
+def _too_slow_at_the_end(session: Session, soak: SoakResult) -> Failure | None:
+    """The failure where a rate that fell ends below that of the user's own program, which holds its own."""
+    assert session.baseline is not None
+    base_rate = session.results().answer(session.baseline).samples_per_second
+    last_rate = soak.last_samples_per_second
+    if last_rate is None or last_rate >= base_rate:
+        return None
+    own = _own_soak(session)
+    if own is None or own.soak is None or (own.soak.last_samples_per_second or 0.0) <= last_rate:
+        return None
+    slower = (
+        f"it slowed down to {format_rate(last_rate)} samples/s, below the {format_rate(base_rate)} of "
+        f"{session.results().whose('your settings')}"
+    )
+    return Failure(kind="timeout", phase="soak", message=slower)
+
+
+def _own_soak(session: Session) -> TrialAnswer | None:
+    """The user's own program run on for as long; None where there is no time for it."""
+    assert session.baseline is not None
+    known = session.probes.get(("soak", session.baseline.key))
+    if known is not None or session.budget.left() < FEWEST_SOAK_SECONDS:
+        return known
+    return session.probe("soak", session.baseline)

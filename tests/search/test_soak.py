@@ -1,0 +1,190 @@
+"""What the winner's long run finds, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from autotune.config import Value
+from autotune.records import SoakResult, TrialAnswer, TrialRequest
+from autotune.search.soak import survives
+from tests.search.confirmed_search import BF16, FACTS, FP16, PROGRAM, NewDirectory, best, confirmed
+from tests.search.simulated_machine import Fault, SimulatedMachine
+from tests.search.simulated_search import SimulatedSearch
+
+CLOSE = replace(PROGRAM, sample_speedups={("precision", "bf16"): 4.0, ("precision", "fp16"): 3.8})
+LEAK = {"growth_bytes_per_step": 2.0 * 2**20, "findings": ("memory grows by 2.00 MiB with every step",)}
+
+
+def finding(monkeypatch: Any, of: Callable[[TrialRequest, SoakResult], dict[str, Any]]) -> None:
+    """Soaks of the simulated machine show what `of` gives beside what they would show."""
+    answered = SimulatedMachine._answered
+
+    def altered(self: SimulatedMachine, request: TrialRequest, noise: Any) -> TrialAnswer:
+        answer = answered(self, request, noise)
+        if answer.soak is None:
+            return answer
+        return answer.model_copy(update={"soak": answer.soak.model_copy(update=of(request, answer.soak))})
+
+    monkeypatch.setattr(SimulatedMachine, "_answered", altered)
+
+
+def is_bf16(request: TrialRequest) -> bool:
+    return request.config["precision"] == "bf16"
+
+
+def warnings_of(search: SimulatedSearch) -> list[str]:
+    found: list[str] = search.finished.warnings  # type: ignore[attr-defined]
+    return found
+
+
+def message_of(search: SimulatedSearch, changes: dict[str, Value]) -> str:
+    """How the configuration was recorded as failed."""
+    config = search.space.baseline.replace(changes)
+    trials = search.finished.trials  # type: ignore[attr-defined]
+    messages = [trial.failure.message for trial in trials if trial.config == config and trial.failure is not None]
+    return messages[0] if messages else ""
+
+
+def test_a_leak_of_the_winner_alone_gives_way_to_the_next(new_directory: NewDirectory, monkeypatch: Any) -> None:
+    finding(monkeypatch, lambda request, soak: LEAK if is_bf16(request) else {})
+    search = confirmed(new_directory(), BF16, FP16, program=CLOSE, budget_seconds=1000.0)
+    base = search.space.baseline
+    assert search.machine.asked("soak") == [base.replace(BF16), base, base.replace(FP16)]
+    assert best(search) == base.replace(FP16)
+    assert message_of(search, BF16) == (
+        "in the soak: memory grows by 2.00 MiB with every step: something keeps tensors of past steps (a leak), and your "
+        "own settings show none"
+    )
+    assert warnings_of(search) == []
+
+
+def test_a_leak_of_the_users_own_program_is_told_and_not_held_against_the_winner(
+    new_directory: NewDirectory, monkeypatch: Any
+) -> None:
+    finding(monkeypatch, lambda request, soak: LEAK)
+    search = confirmed(new_directory(), BF16, FP16, program=CLOSE, budget_seconds=1000.0)
+    assert best(search) == search.space.baseline.replace(BF16)
+    assert warnings_of(search) == ["memory grows by 2.00 MiB with every step"]
+
+
+def test_a_rate_that_falls_below_the_baselines_gives_way_to_the_next(
+    new_directory: NewDirectory, monkeypatch: Any
+) -> None:
+    finding(monkeypatch, lambda request, soak: {"last_samples_per_second": 50.0} if is_bf16(request) else {})
+    search = confirmed(new_directory(), BF16, FP16, program=CLOSE, budget_seconds=1000.0)
+    assert best(search) == search.space.baseline.replace(FP16)
+    assert message_of(search, BF16).startswith("in the soak: it slowed down to 50 samples/s, below the 4")
+
+
+def test_a_rate_that_falls_and_stays_above_the_baselines_is_told(new_directory: NewDirectory, monkeypatch: Any) -> None:
+    fell = {"last_samples_per_second": 900.0, "findings": ("throughput fell",)}
+    finding(monkeypatch, lambda request, soak: fell if is_bf16(request) else {})
+    search = confirmed(new_directory(), BF16, FP16, program=CLOSE, budget_seconds=1000.0)
+    assert best(search) == search.space.baseline.replace(BF16)
+    assert search.machine.asked("soak") == [best(search)], "the user's own program is not asked"
+    assert warnings_of(search) == ["throughput fell"]
+
+
+def test_a_rate_that_falls_on_a_busy_machine_is_not_held_against_the_winner(
+    new_directory: NewDirectory, monkeypatch: Any
+) -> None:
+    finding(monkeypatch, lambda request, soak: {"last_samples_per_second": 60.0 if is_bf16(request) else 40.0})
+    search = confirmed(new_directory(), BF16, FP16, program=CLOSE, budget_seconds=1000.0)
+    assert best(search) == search.space.baseline.replace(BF16)
+
+
+def test_a_soak_that_a_short_budget_cuts_short_says_so(new_directory: NewDirectory, monkeypatch: Any) -> None:
+    finding(monkeypatch, few_steps)
+    directory = new_directory()
+    short = confirmed(directory, BF16, budget_seconds=200.0)
+    told = ["the soak was cut short for lack of time: it ran 150 steps"]
+    assert warnings_of(short) == told
+    assert warnings_of(confirmed(new_directory(), BF16, budget_seconds=1000.0)) == []
+    assert warnings_of(confirmed(directory, BF16, budget_seconds=1000.0)) == told, "it is not soaked again"
+
+
+def few_steps(request: TrialRequest, soak: SoakResult) -> dict[str, Any]:
+    return {"steps": 150, "samples_per_second": 150 * 32 / soak_seconds(request)}
+
+
+def soak_seconds(request: TrialRequest) -> float:
+    return request.block_seconds * request.maximum_blocks
+
+
+def test_a_soak_that_is_shortened_does_not_shorten_the_next(new_directory: NewDirectory) -> None:
+    launching = replace(PROGRAM, launch_seconds=0.05)
+    larger = {**BF16, "batch_size": 128}
+    search = SimulatedSearch(launching, FACTS, new_directory(), budget_seconds=1000.0)
+    base = search.space.baseline
+    with search.begun() as session:
+        for changes in (BF16, larger):
+            session.measure(base.replace(changes), "compute")
+        whole = session.pace
+        session.budget.seconds = search.machine.now_seconds + 12.0
+        assert survives(session, base.replace(BF16))
+        assert session.pace == whole
+        session.budget.seconds = search.machine.now_seconds + 1000.0
+        assert survives(session, base.replace(larger))
+    short, long = (soak_seconds(request) for request in search.machine.requests if request.kind == "soak")
+    assert short < 12 < 19 < long
+
+
+def test_a_failure_that_the_users_own_program_has_too_is_told(new_directory: NewDirectory) -> None:
+    breaking = replace(CLOSE, faults=(Fault("soak", {}, "user_error", "soak"),))
+    search = confirmed(new_directory(), BF16, FP16, program=breaking, budget_seconds=1000.0)
+    assert search.machine.asked("soak") == [search.space.baseline.replace(BF16), search.space.baseline]
+    assert best(search) == search.space.baseline.replace(BF16)
+    (warning,) = warnings_of(search)
+    assert warning.startswith("your own program fails too when it runs on for longer: it fails with ")
+
+
+def test_a_loss_that_only_the_winner_loses_gives_way_to_the_next(new_directory: NewDirectory) -> None:
+    diverging = replace(CLOSE, faults=(Fault("soak", BF16, "numerics", "soak"),))
+    search = confirmed(new_directory(), BF16, FP16, program=diverging, budget_seconds=1000.0)
+    base = search.space.baseline
+    assert search.machine.asked("soak") == [base.replace(BF16), base, base.replace(FP16)]
+    assert best(search) == base.replace(FP16)
+
+
+def test_a_failure_that_is_the_users_own_alone_is_told(new_directory: NewDirectory) -> None:
+    """Nothing is better than the baseline, and the baseline does not last."""
+    dying = replace(PROGRAM, faults=(Fault("soak", {}, "device_oom", "soak"),))
+    search = confirmed(new_directory(), {"activation_checkpointing": "all"}, program=dying)
+    assert best(search) == search.space.baseline
+    (warning,) = warnings_of(search)
+    assert warning.startswith("your own program failed when it ran on for longer: it fails with ")
+
+
+def test_what_dies_in_its_soak_gives_way_to_the_next(new_directory: NewDirectory) -> None:
+    close = {("precision", "bf16"): 4.0, ("precision", "fp16"): 3.8}
+    dying = replace(PROGRAM, sample_speedups=close, faults=(Fault("soak", BF16, "device_oom", "soak"),))
+    search = confirmed(new_directory(), BF16, FP16, program=dying, budget_seconds=1000.0)
+    assert search.machine.asked("soak") == [search.space.baseline.replace(BF16), search.space.baseline.replace(FP16)]
+    assert best(search) == search.space.baseline.replace(FP16)
+
+
+def test_what_fits_by_retries_only_is_not_recommended(new_directory: NewDirectory, monkeypatch: Any) -> None:
+    answered = SimulatedMachine._answered
+
+    def thrashing(self: SimulatedMachine, request: Any, noise: Any) -> Any:
+        answer = answered(self, request, noise)
+        if request.kind == "soak" and request.config["precision"] == "bf16":
+            return answer.model_copy(update={"soak": answer.soak.model_copy(update={"allocator_retries": 3})})
+        return answer
+
+    monkeypatch.setattr(SimulatedMachine, "_answered", thrashing)
+    close = {("precision", "bf16"): 4.0, ("precision", "fp16"): 3.85}
+    search = confirmed(
+        new_directory(), BF16, FP16, program=replace(PROGRAM, sample_speedups=close), budget_seconds=1000.0
+    )
+    assert best(search) == search.space.baseline.replace(FP16)
+
+
+def test_both_answers_are_soaked(new_directory: NewDirectory) -> None:
+    launching = replace(PROGRAM, launch_seconds=0.05)
+    larger = {**BF16, "batch_size": 128}
+    search = confirmed(new_directory(), BF16, larger, program=launching, budget_seconds=1000.0)
+    base = search.space.baseline
+    assert search.machine.asked("soak") == [base.replace(BF16), base.replace(larger)]
