@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -102,8 +103,8 @@ def test_workers_that_start_anew_for_every_pass_cost_what_they_cost_in_the_long_
             no_phase,
         )
         passes, rest = divmod(sum(result.blocks.samples), SAMPLES)
-        assert passes >= 1
-        assert rest == 0
+        if rest:  # so busy a machine that one pass took longer than the measurement may
+            return math.nan
         last = sampler.begun[-passes - 1 :]
         return result.samples_per_second * (last[-1] - last[0]) / (passes * SAMPLES)
 
