@@ -20,6 +20,7 @@ from autotune.quantities import format_rate
 from autotune.records import LONGEST_SOAK_SHARE, Phase, SoakResult, TrialRequest
 from autotune.stats import rate
 from autotune.surgery.generators import seed_everything
+from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.training.training import Training
 from autotune.training.windows import Window, fresh, samples_in
 from autotune.workload import UserFunctions
@@ -191,12 +192,13 @@ class _Alone:
         """What `attempt` finds. Where it raises: the same exception, unless the user's own program raises there too."""
         try:
             return attempt(training, self.window)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever the user's model raises
+            if is_out_of_memory(error):
+                raise
             own = self._own_error(attempt)
-            if own is None:
-                error.add_note(f"in {what}, which your own settings get through")
+            if own is None or is_out_of_memory(own):
+                # Beside this one, the user's own may not fit, which says nothing of it.
+                error.add_note(f"in {what}{', which your own settings get through' if own is None else ''}")
                 raise
             return f"{what} fails with your own settings too ({type(own).__name__}: {own}), so that it was not tried"
 
@@ -206,8 +208,6 @@ class _Alone:
         try:
             plain.step(fresh(self.window))
             attempt(plain, self.window)
-        except torch.OutOfMemoryError:
-            return None  # beside the other, it does not fit; that says nothing of the user's program
         except Exception as error:  # whatever the user's model raises
             return error
         return None

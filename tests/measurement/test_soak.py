@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from autotune.failure import TrialFailure
 from autotune.measurement.soak import soak
 from autotune.records import Phase, SoakResult
+from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.workload import UserFunctions
 from tests.measurement.programs import (
     WIDTH,
@@ -244,6 +245,32 @@ def test_an_evaluation_that_only_the_configuration_fails_at_is_its_failure(caugh
 
     error = caught(program(Steady, loss_fn=loss_fn), precision="bf16")
     assert error.__notes__ == ["in an evaluation without gradients, which your own settings get through"]
+
+
+def test_memory_that_runs_out_in_an_evaluation_is_told_as_that_and_not_tried_with_the_users_settings(
+    caught: Caught,
+) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            torch.empty(2**50)
+        return mse(model, batch)
+
+    error = caught(program(Steady, loss_fn=loss_fn), precision="bf16")
+    assert is_out_of_memory(error)
+    assert not hasattr(error, "__notes__")
+
+
+def test_memory_that_runs_out_beside_the_configuration_says_nothing_of_the_users_program(caught: Caught) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            if torch.is_autocast_enabled("cpu"):
+                raise ValueError("not in bf16")
+            torch.empty(2**50)
+        return mse(model, batch)
+
+    error = caught(program(Steady, loss_fn=loss_fn), precision="bf16")
+    assert str(error) == "not in bf16"
+    assert error.__notes__ == ["in an evaluation without gradients"]
 
 
 def test_modules_that_the_user_keeps_in_evaluation_stay_there() -> None:
