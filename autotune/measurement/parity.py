@@ -26,6 +26,8 @@ from autotune.measurement.runs import (
     advance,
     difference,
     differences,
+    drifts,
+    frozen_samples,
     optimizer_settings,
     parameter_changes,
     restore,
@@ -37,6 +39,8 @@ from autotune.measurement.verdict import (
     Allowance,
     accumulation_advice,
     allowance,
+    buffer_fault,
+    drift_fault,
     fault,
     update_fault,
     widened,
@@ -172,7 +176,7 @@ class _Check:
         if whole is not None and splits_apart:
             if has_batch_norm:
                 self.notes.append("BatchNorm sees the micro-batch: both sides were compared at the same one")
-            reason, found, allowed = self._accumulation_fault(whole, windows, draws)
+            reason, found, allowed = self._accumulation_fault(whole, windows, expected, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
         return self._compared(expected, taken, windows)
@@ -194,9 +198,12 @@ class _Check:
     # --- the verdict ---
 
     def _accumulation_fault(
-        self, whole: list[Window], windows: list[Window], draws: bool
+        self, whole: list[Window], windows: list[Window], run: Run, draws: bool
     ) -> tuple[str, Difference, Allowance]:
-        """What splitting a step does by itself: the user's program on both, nothing else changed."""
+        """What splitting a step does by itself: the user's program on both, nothing else changed.
+
+        `run`: the user's program on the windows as they are split.
+        """
         expected = self.reference.step(whole[0], evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
             return "", _to_itself(expected), allowance()  # a deep model that BatchNorm alone keeps finite
@@ -207,9 +214,19 @@ class _Check:
         allowed = allowance(reseeded)
         error = found.gradients.relative_error
         if error <= allowed.tolerance:
-            return "", found, allowed
+            return self._split_state_fault(whole, found, allowed, run, len(windows[0])), found, allowed
         advice = accumulation_advice(found.gradients, len(windows[0]))
         return f"gradients differ by {error:.2g}, of {allowed.tolerance:.2g} allowed{advice}", found, allowed
+
+    def _split_state_fault(
+        self, whole: list[Window], found: Difference, allowed: Allowance, run: Run, pieces: int
+    ) -> str:
+        """What the model itself changes at each of the micro-batches, and the user's program once a step."""
+        if reason := buffer_fault(found.buffers, allowed, 1):
+            return reason
+        if all(drift.moved <= drift.rounding for drift in run.drifts.values()):
+            return ""
+        return drift_fault(self.reference.run(whole).drifts, run.drifts, len(whole), pieces)
 
     def _compared(self, expected: Run, taken: list[Window], windows: list[Window]) -> ParityResult:
         """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one."""
@@ -278,13 +295,17 @@ class _Check:
         self.phase("compile")
         training = self.training
         restore(training.model, self.reference.weights)
+        frozen = frozen_samples(training)
         with self._without_dropout(training):
             steps = differences(expected.steps, run_steps(training, windows, 1, expected.steps))
             advance(training, expected.steps[-1], 1, len(windows))
         changes = parameter_changes(expected, training)
         exact = Precision.now().matmul == HIGHEST.matmul
         settings = optimizer_settings(training)
-        return steps, update_fault(changes, expected.settings, settings, len(windows), exact), changes
+        reason = update_fault(changes, expected.settings, settings, len(windows), exact)
+        if not reason and not any(step.skipped for step in steps):  # a skipped step is run again
+            reason = drift_fault(expected.drifts, drifts(frozen, training), len(windows), len(windows[0]))
+        return steps, reason, changes
 
     def _with_norms_evaluated(self, windows: list[Window], expected: Step) -> Difference:
         """How far the candidate's first step is off with BatchNorm in evaluation."""

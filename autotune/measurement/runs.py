@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,11 @@ SCALER_TRIES = 25
 """Halvings of the loss scale that fp16 is given to reach a step that is not skipped."""
 SEEDS_A_STEP = 100
 """Each window and each update draws from a seed of its own, so that what one draws does not move the next."""
+
+FROZEN_SAMPLE = 1024
+"""Elements that are looked at in a parameter that is not trained: what moves one by itself moves all of it."""
+FROZEN_RESOLUTIONS = 8.0
+"""Distances of neighbouring numbers that rounding may move it by, where it follows what it equals already."""
 
 Place = torch.device | None
 """Where copies are kept; None: each tensor's on the tensor's own device."""
@@ -44,6 +49,15 @@ class Step:
     """What the gradients are multiplied by."""
 
 
+class Drift(NamedTuple):
+    """How far the model itself moved a parameter that is not trained, as a momentum encoder follows in the forward."""
+
+    moved: float
+    """Norm of the change of a sample of its elements."""
+    rounding: float
+    """A move no longer than that is none."""
+
+
 @dataclass(frozen=True)
 class Run:
     """The user's own training over some windows, to hold others against."""
@@ -55,6 +69,8 @@ class Run:
     """Norm of the change of each of them over all updates."""
     settings: Settings
     """After the last update."""
+    drifts: Mapping[str, Drift]
+    """Of each parameter that no optimizer trains."""
 
     @property
     def drew(self) -> frozenset[str]:
@@ -64,7 +80,7 @@ class Run:
 
 def run_windows(training: Training, windows: list[Window], seed: int, place: Place = None) -> Run:
     """Trains on the windows in turn, all random numbers drawn from `seed`. What is kept of it is kept in `place`."""
-    before = copied(_trained(training), place)
+    before, frozen = copied(_trained(training), place), frozen_samples(training)
     # Not in a loop, whose variable would hold a window's gradients while the next one runs.
     steps = list(map(partial(kept, place=place), run_steps(training, windows, seed)))
     advance(training, None, seed, len(windows))
@@ -72,7 +88,7 @@ def run_windows(training: Training, windows: list[Window], seed: int, place: Pla
     after = {name: parameter for name, parameter in _trained(training).items() if name in before}
     changes = read_products({name: products(before[name], after[name]) for name in after})
     moved = {name: math.sqrt(change.apart) for name, change in changes.items()}
-    return Run(steps, copied(after, place), moved, optimizer_settings(training))
+    return Run(steps, copied(after, place), moved, optimizer_settings(training), drifts(frozen, training))
 
 
 def run_steps(training: Training, windows: list[Window], seed: int, teacher: Sequence[Step] = ()) -> Iterator[Step]:
@@ -173,6 +189,39 @@ def _take_up(training: Training, teacher: Step) -> None:
 
 def _scale(training: Training) -> float:
     return training.scaler.get_scale() if training.scaler is not None else 1.0
+
+
+def frozen_samples(training: Training) -> dict[str, torch.Tensor]:
+    """Copies of some elements of every floating point parameter that is not trained: there may be billions."""
+    return {
+        name: _sample(parameter)
+        for name, parameter in training.model.named_parameters()
+        if not parameter.requires_grad and parameter.is_floating_point() and _is_plain(parameter)
+    }
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not _is_expanded(tensor)
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    elements = parameter.detach().flatten()
+    return elements[:: max(1, elements.numel() // FROZEN_SAMPLE)].double()
+
+
+def drifts(before: Mapping[str, torch.Tensor], training: Training) -> dict[str, Drift]:
+    """How far the samples of parameters that are not trained are from what they were."""
+    after = frozen_samples(training)
+    same = {name for name in before if name in after and after[name].shape == before[name].shape}
+    moves = read_products({name: products(before[name], after[name]) for name in before if name in same})
+    types = {name: parameter.dtype for name, parameter in training.model.named_parameters() if name in same}
+    return {
+        name: Drift(
+            moved=math.sqrt(move.apart),
+            rounding=FROZEN_RESOLUTIONS * torch.finfo(types[name]).eps * math.sqrt(move.expected),
+        )
+        for name, move in moves.items()
+    }
 
 
 def optimizer_settings(training: Training) -> Settings:

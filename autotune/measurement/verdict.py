@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.measurement.gradients import Comparison
-from autotune.measurement.runs import SCALER_TRIES, Difference, ParameterChange, Settings
+from autotune.measurement.runs import SCALER_TRIES, Difference, Drift, ParameterChange, Settings
 from autotune.measurement.seeds import Mean, Means
 
 SMALLEST_TOLERANCE = 1e-3
@@ -40,6 +40,8 @@ averages of its last layers by more, those of its first layers and the count of 
 UPDATE_TOLERANCE = 1e-4
 """Of what the updates moved a parameter by, given the same gradients: implementations of one optimizer differ by the
 order of a few operations in fp32, 1e-6; a weight decay of 0.01 that is lost makes 1e-3 of weights of 0.1."""
+LARGEST_DRIFT = 1.5
+"""So many times as far, or as near, may a parameter be moved that follows trained ones: twice a step is twice as far."""
 UPDATE_RESOLUTIONS = 4.0
 """And so many distances of neighbouring numbers, for each update rounds the parameter that it is added to."""
 
@@ -174,7 +176,7 @@ def fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
         or _gradient_fault(steps, allowed, pieces)
         or _tensor_fault(steps, allowed)
         or _first(
-            _loss_fault(step, loss_tolerance, number) or _buffer_fault(step.buffers, allowed, number)
+            _loss_fault(step, loss_tolerance, number) or buffer_fault(step.buffers, allowed, number)
             for number, step in numbered
         )
     )
@@ -291,7 +293,8 @@ def accumulation_advice(found: Comparison, pieces: int) -> str:
     )
 
 
-def _buffer_fault(errors: Mapping[str, float], allowed: Allowance, number: int) -> str:
+def buffer_fault(errors: Mapping[str, float], allowed: Allowance, number: int) -> str:
+    """What is wrong with the buffers after a step; empty where nothing is."""
     excess = {name: error / allowed.of_buffer(name) for name, error in errors.items()}
     worst = max(excess, key=lambda name: excess[name], default=None)
     if worst is None or excess[worst] <= 1:
@@ -338,6 +341,31 @@ def _change_fault(changes: Mapping[str, ParameterChange], steps: int, exact: boo
         f"program does, which moves it by {change.moved:.2g}; {update_tolerance(change, exact):.2g} is allowed: the update "
         "itself is another one (weight decay, clipping, unscaling, learning rate)"
     )
+
+
+def drift_fault(expected: Mapping[str, Drift], found: Mapping[str, Drift], steps: int, pieces: int) -> str:
+    """What is wrong with parameters that the model moves by itself; empty where nothing is.
+
+    `pieces`: micro-batches that a step was made of: such a model moves them at each, or again where it recomputes.
+    """
+    for name, reference in expected.items():
+        drift = found.get(name, reference)
+        furthest, nearest = max(reference.moved, drift.moved), min(reference.moved, drift.moved)
+        if furthest <= LARGEST_DRIFT * nearest + reference.rounding:
+            continue
+        times = (
+            f"{drift.moved / reference.moved:.2g} times as far" if reference.moved > reference.rounding else "further"
+        )
+        each = (
+            f"at each of the {pieces} micro-batches of a step"
+            if pieces > 1
+            else "at each forward pass, recomputed or not"
+        )
+        return (
+            f"{name}, which is not trained, is moved {times} in {steps} steps as the user's program moves it: the model "
+            f"changes it by itself, {each}"
+        )
+    return ""
 
 
 def update_tolerance(change: ParameterChange, exact: bool) -> float:

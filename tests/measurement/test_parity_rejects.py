@@ -238,6 +238,72 @@ def test_batch_norm_does_not_hide_a_sum_that_is_taken_for_a_mean(model_fn: Calla
     assert_rejected(parity(program(model_fn, loss_fn=sum_loss), **SPLIT), r"Return \(loss_sum, weight\)")
 
 
+class Followed(nn.Module):
+    """A second layer that is not trained follows the first at each forward pass, as a momentum encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.slow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.slow.load_state_dict(self.inner.state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, quick in zip(self.slow.parameters(), self.inner.parameters(), strict=True):
+                slow.lerp_(quick, 0.01)
+        return x + torch.tanh(self.inner(x) - 0.1 * self.slow(x))
+
+
+class FollowedAndNormalised(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Followed(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+
+
+class FollowedAndNoisy(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Followed(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.3 * torch.randn_like(x))
+
+
+def test_what_the_model_moves_by_itself_is_rejected_where_it_moves_more_often() -> None:
+    recomputed: dict[str, Any] = {"blocks": BLOCKS, "activation_checkpointing": "all"}
+    functions = program(lambda: Net(Followed))
+    assert_passed(parity(functions, precision="bf16"))
+    assert_rejected(
+        parity(functions, **SPLIT),
+        "slow.weight, which is not trained, is moved (4|3.9) times .* at each of the 4 micro-",
+    )
+    assert_rejected(parity(functions, **recomputed), "slow.weight, which is not trained, is moved (2|1.9) times as far")
+
+
+@pytest.mark.parametrize("model_fn", [FollowedAndNormalised, FollowedAndNoisy])
+def test_neither_norms_nor_noise_hide_what_the_model_moves_at_each_micro_batch(
+    model_fn: Callable[[], nn.Module],
+) -> None:
+    assert_passed(parity(program(model_fn), precision="bf16"))
+    assert_rejected(
+        parity(program(model_fn), **SPLIT), "0.slow.weight, which is not trained, is moved [345].* times as far"
+    )
+
+
+class CountsForwards(Net):
+    """A count that weighs a term of the loss more and more, beside noise that hides what it does in the first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x + 0.3 * torch.randn_like(x)) * (1 + self.count / 10_000)
+
+
+def test_noise_does_not_hide_a_buffer_that_counts_micro_batches() -> None:
+    assert_passed(parity(program(CountsForwards), precision="bf16"))
+    assert_rejected(parity(program(CountsForwards), **SPLIT), "buffer count differs by 3 after step 1")
+
+
 def test_honest_accumulation_passes_with_a_shorter_last_window() -> None:
     def twenty() -> DataLoader[Any]:
         return regression_data(samples=20)
