@@ -33,7 +33,7 @@ from autotune.measurement.runs import (
     restore,
     run_steps,
 )
-from autotune.measurement.samples import windows_for_both
+from autotune.measurement.samples import in_own_batches, windows_for_both
 from autotune.measurement.seeds import run_seeds
 from autotune.measurement.verdict import (
     Allowance,
@@ -157,6 +157,7 @@ class _Check:
         )
         self.floors = Floors(self.reference, self.config, self.conditions, users_precision, self.notes)
         windows, whole = windows_for_both(self.training, STEPS)
+        larger = in_own_batches(self.training) if len(windows[0]) == 1 else None
         self.phase("parity")
         self.has_batch_norm = has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
         self.expects_compiled_graphs = self.training.parts.expects_compiled_graphs
@@ -179,6 +180,9 @@ class _Check:
             reason, found, allowed = self._accumulation_fault(whole, windows, expected, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
+        # Layers that are dropped at random are left out by chance.
+        if larger is not None and not draws and (reason := self._larger_batch_fault(*larger)):
+            return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         return self._compared(expected, taken, windows)
 
     def _built(self) -> Training:
@@ -217,6 +221,29 @@ class _Check:
             return self._split_state_fault(whole, found, allowed, run, len(windows[0])), found, allowed
         advice = accumulation_advice(found.gradients, len(windows[0]))
         return f"gradients differ by {error:.2g}, of {allowed.tolerance:.2g} allowed{advice}", found, allowed
+
+    def _larger_batch_fault(self, batch: Window, batches: Window) -> str:
+        """What the user's program leaves out of a batch larger than its own, by itself.
+
+        That the gradient is another one is no fault: a loss may couple the samples of its batch. It is noted.
+        """
+        expected = self.reference.step(batches, evaluated_norms=True)
+        if first_not_finite(expected.gradients) is not None:
+            return ""
+        found = difference(expected, self.reference.step(batch, evaluated_norms=True)).gradients
+        size, own = batch[0].samples, batches[0].samples
+        if found.missing:
+            return (
+                f"{found.missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
+                "of larger batches"
+            )
+        if found.relative_error > allowance().tolerance:
+            self.notes.append(
+                f"your program in fp32 gives another gradient for {size} samples at once than for the same in batches of "
+                f"{own}, by {found.relative_error:.2g}: its loss couples the samples of a batch, or its model treats "
+                "larger batches differently"
+            )
+        return ""
 
     def _split_state_fault(
         self, whole: list[Window], found: Difference, allowed: Allowance, run: Run, pieces: int

@@ -38,7 +38,7 @@ def windows_for_both(training: Training, count: int) -> tuple[list[Window], list
     drawn = _drawn(rebuilt(loader, {"num_workers": 0, **({"collate_fn": _as_drawn} if splits else {})}), pieces, count)
     if not splits:
         return drawn, None
-    collate = loader.collate_fn.collate if isinstance(loader.collate_fn, CountingCollate) else loader.collate_fn
+    collate = _own_collate(loader)
     windows = _collated(drawn, collate)
     if len(drawn[0]) == 1:
         return windows, None
@@ -47,6 +47,22 @@ def windows_for_both(training: Training, count: int) -> tuple[list[Window], list
     # A data set that takes many indices at once gives whole batches of a form of its own.
     whole = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(drawn[0])})
     return windows, _drawn(whole, 1, count)
+
+
+def in_own_batches(training: Training) -> tuple[Window, Window] | None:
+    """A batch of the training's loader, and the same samples in batches of the user's own size.
+
+    None where that is no smaller, or the samples cannot be had one by one.
+    """
+    loader, own = training.loader.loader, training.own_batch_size
+    if own is None or batch_fixed_reason(loader) is not None or (loader.batch_size or 0) <= own:
+        return None
+    ((drawn,),) = _drawn(rebuilt(loader, {"num_workers": 0, "collate_fn": _as_drawn}), 1, 1)
+    if not isinstance(drawn.data, list) or drawn.samples <= own:
+        return None
+    parts = [drawn.data[start : start + own] for start in range(0, drawn.samples, own)]
+    batch, batches = _collated([[drawn], [MicroBatch(len(part), part) for part in parts]], _own_collate(loader))
+    return batch, batches
 
 
 def check_workers(training: Training, phase: PhaseReport) -> None:
@@ -137,6 +153,10 @@ def _drawn(loader: DataLoader[Any], pieces: int, count: int) -> list[Window]:
     seed_everything(1)
     source = endless(WindowLoader(counted(loader), pieces))
     return [next(source) for _ in range(count)]
+
+
+def _own_collate(loader: DataLoader[Any]) -> Any:
+    return loader.collate_fn.collate if isinstance(loader.collate_fn, CountingCollate) else loader.collate_fn
 
 
 def _as_drawn(samples: Any) -> Any:

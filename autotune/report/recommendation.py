@@ -240,7 +240,8 @@ def _free_batch(recommendation: Recommendation) -> Document:
     )
     unconfirmed = () if answer.confirmed_rounds else ("not confirmed in fresh processes",)
     speedup = _speedup_text(answer, _beside(recommendation))
-    return grid, Lines("Price of the second answer", (speedup, *unconfirmed, *unchecked, *answer.prices))
+    notes = answer.parity.notes if answer.parity is not None else ()
+    return grid, Lines("Price of the second answer", (speedup, *unconfirmed, *unchecked, *answer.prices, *notes))
 
 
 def ceilings_grid(ceilings: tuple[Ceiling, ...], baseline: TrainingConfig) -> Document:

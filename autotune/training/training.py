@@ -53,6 +53,8 @@ class Training:
         self._clip_grad_norm = conditions.clip_grad_norm
         self.own_num_workers = 0
         """Of the loader that `data_fn` made."""
+        self.own_batch_size: int | None = None
+        """Likewise; None where the loader has none."""
         self.outlives_schedule = False
         """Whether steps go on at the last learning rate where a schedule ends by raising: a trial may be longer than the
         training that was planned."""
@@ -107,7 +109,7 @@ class Training:
 
     def _made_loader(self, settings: list[tuple[Knob, Value]], functions: UserFunctions) -> WindowLoader:
         user_loader, _ = as_loader(functions.data_fn())
-        self.own_num_workers = user_loader.num_workers
+        self.own_num_workers, self.own_batch_size = user_loader.num_workers, user_loader.batch_size
         changes: dict[str, Any] = {}
         for knob, value in settings:
             changes.update(knob.loader_kwargs(value, self.parts))

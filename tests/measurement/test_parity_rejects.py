@@ -201,10 +201,11 @@ def test_a_mean_over_tokens_of_ragged_batches_is_rejected_and_the_pair_passes() 
     assert_passed(parity(program(reader, ragged_data, token_losses), **SPLIT))
 
 
-def test_a_loss_that_couples_the_samples_is_rejected_where_they_are_split() -> None:
-    def wide() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
 
+
+def test_a_loss_that_couples_the_samples_is_rejected_where_they_are_split() -> None:
     assert_passed(parity(program(wide, loss_fn=contrastive)))
     assert_rejected(parity(program(wide, loss_fn=contrastive), **SPLIT), "couples the samples of a batch")
 
@@ -586,3 +587,29 @@ def test_running_statistics_that_stop_after_the_first_step_are_rejected() -> Non
     assert_passed(parity(program(FreezesStatistics)))
     result = parity(program(FreezesStatistics), precision="bf16")
     assert_rejected(result, r"buffer norm.running_\w+ differs by \S+ after step 2, of \S+ allowed")
+
+
+class SkipsInLargeBatches(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if len(x) <= 8 else self.head(x)
+
+
+def test_a_model_that_leaves_a_part_out_of_larger_batches_is_rejected_at_these() -> None:
+    result = parity(program(SkipsInLargeBatches), batch_size=32)
+    assert_rejected(
+        result, "blocks.0.inner.weight has a gradient at your batch of 8 and none at 32: the model leaves a part"
+    )
+    assert_passed(parity(program(SkipsInLargeBatches), batch_size=4))
+
+
+@pytest.mark.parametrize("model_fn", [Net, norm_net])
+def test_a_larger_batch_of_a_plain_program_passes_without_a_word(model_fn: Callable[[], nn.Module]) -> None:
+    result = parity(program(model_fn), batch_size=32)
+    assert_passed(result)
+    assert result.notes == ()
+
+
+def test_a_larger_batch_whose_samples_are_coupled_passes_and_says_so() -> None:
+    result = parity(program(wide, loss_fn=contrastive), batch_size=32)
+    assert_passed(result)
+    assert "another gradient for 32 samples at once than for the same in batches of 8" in result.notes[0]
