@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import math
 import os
 import stat
 import time
@@ -22,6 +23,8 @@ from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window, WindowLoader, samples_in
 
 SAMPLES_TO_COMPARE = 4
+SAMPLES_TO_TELL_CHANCE = 64
+"""Where few samples are changed at random, fewer may be the same by chance."""
 SECONDS_TO_COMPARE = 0.5
 """Where loading one takes seconds, fewer are compared."""
 
@@ -72,7 +75,8 @@ def check_workers(training: Training, phase: PhaseReport) -> None:
     set may give something else where a file that it opened, or a cache, is not there in the worker. Samples themselves
     stay where they are drawn: one that cannot be sent need not be, where the user's collate function leaves that out.
 
-    And where several workers in the place of one, or none, would move each other's position in a file.
+    And where workers would all repeat the same random samples, or several in the place of one, or none, would move each
+    other's position in a file.
     """
     loader = training.loader.loader
     if loader.num_workers > 1 >= training.own_num_workers:
@@ -84,9 +88,10 @@ def check_workers(training: Training, phase: PhaseReport) -> None:
         return
     phase("loader")
     indices = list(itertools.islice(loader.sampler, SAMPLES_TO_COMPARE))
-    here = _drawn_alone(loader, indices, 0, 1)
+    here = _drawn_alone(loader, indices, 0, 1, SECONDS_TO_COMPARE)
     indices = indices[: len(here)]
     if here != _drawn_alone(loader, indices, 0, 2):
+        _refuse_repeated_samples(loader)
         return  # they are drawn at random
     there = _drawn_alone(loader, indices, 1, 1)
     for index, one, other in zip(indices, here, there, strict=True):
@@ -97,6 +102,25 @@ def check_workers(training: Training, phase: PhaseReport) -> None:
                 f"the data set gives another sample {index} in a loader worker than without workers: it may depend on a "
                 "file, a cache or a variable that is not there in the worker",
             )
+
+
+def _refuse_repeated_samples(loader: DataLoader[Any]) -> None:
+    """Raises `TrialFailure` where samples that are others each time without workers are the same from every worker.
+
+    A generator that the data set owns goes into each worker as it is: all workers draw the same numbers from it, in every
+    pass over the data anew. torch seeds its own, Python's and NumPy's generators in each; a `worker_init_fn` is the user's.
+    """
+    if loader.num_workers == 0 or loader.worker_init_fn is not None:
+        return
+    indices = list(itertools.islice(loader.sampler, SAMPLES_TO_TELL_CHANCE))
+    first = _drawn_alone(loader, indices, 1, 1, SECONDS_TO_COMPARE)
+    if all(_drawn_alone(loader, indices[: len(first)], 1, seed) == first for seed in (2, 3)):
+        raise TrialFailure(
+            "numerics",
+            "the data set gives other samples each time that they are drawn, but the same from every loader worker and in "
+            "every pass: it has a generator or a count of its own, of which each worker gets a copy; seed it in "
+            "worker_init_fn, or draw from torch's generator",
+        )
 
 
 def _refuse_shared_positions(loader: DataLoader[Any]) -> None:
@@ -137,14 +161,16 @@ def _positions_of_files_read() -> dict[tuple[int, str], int]:
     return positions
 
 
-def _drawn_alone(loader: DataLoader[Any], indices: list[Any], workers: int, seed: int) -> list[Any]:
-    """The signatures of these samples; without workers of the first at least, and of as many as there is time for."""
+def _drawn_alone(
+    loader: DataLoader[Any], indices: list[Any], workers: int, seed: int, limit_seconds: float = math.inf
+) -> list[Any]:
+    """The signatures of these samples: of the first at least, and of as many as there is time for."""
     changes = {"sampler": indices, "batch_size": 1, "drop_last": False, "collate_fn": signature}
     seed_everything(seed)
     begin, found = time.monotonic(), []
     for sample in rebuilt(loader, {**changes, "num_workers": workers}):
         found.append(sample)
-        if not workers and time.monotonic() - begin > SECONDS_TO_COMPARE:
+        if time.monotonic() - begin > limit_seconds:
             break
     return found
 

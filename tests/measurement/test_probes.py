@@ -147,6 +147,30 @@ def test_other_samples_in_workers_are_a_failure(measure):
     assert (raised.value.kind, phases[-1]) == ("numerics", "loader")
 
 
+class OwnsItsGenerator(Sleepy):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index):
+        return torch.randn(WIDTH, generator=self.generator), torch.ones(1)
+
+
+def seed_the_data_sets_own(worker_id):
+    get_worker_info().dataset.generator.manual_seed(get_worker_info().seed)
+
+
+def test_workers_may_not_repeat_the_random_numbers_of_one_generator():
+    def run(**own):
+        functions = program(data_fn=lambda: DataLoader(OwnsItsGenerator(), batch_size=4, **own))
+        asked = request("loader", num_workers=1, batch_size=4, block_seconds=0.01, minimum_blocks=1, maximum_blocks=1)
+        return probe_loader(functions, asked, lambda phase: None).num_workers
+
+    with pytest.raises(TrialFailure, match="the same from every loader worker and in every pass: it has a generator"):
+        run()
+    assert (run(worker_init_fn=seed_the_data_sets_own), run(num_workers=1)) == (1, 1)
+
+
 class InOneFile(Sleepy):
     """Rows of numbers in a file, which lies open from the start or from the first row that is read."""
 
