@@ -277,6 +277,20 @@ def _where(found: Comparison) -> str:
     return "" if found.worst_parameter is None else f", most in {found.worst_parameter} ({found.worst_error:.2g})"
 
 
+def split_fault(found: Difference, allowed: Allowance, pieces: int) -> str:
+    """What a step in several micro-batches does else than the same samples at once, both the user's own program."""
+    error, advice = found.gradients.relative_error, accumulation_advice(found.gradients, pieces)
+    if not error <= allowed.tolerance:
+        return f"gradients differ by {error:.2g}, of {allowed.tolerance:.2g} allowed{advice}"
+    # It tells where random numbers move the gradient by so much that a wrong length does not show.
+    if not abs(found.loss - found.expected_loss) <= allowed.of_loss([found.expected_loss]):
+        return (
+            f"the loss of {pieces} micro-batches is {found.loss:.6g}, and {found.expected_loss:.6g} of the same samples at "
+            f"once{advice}"
+        )
+    return ""
+
+
 def accumulation_advice(found: Comparison, pieces: int) -> str:
     """What to change where gradients differ and a step is made of several micro-batches."""
     if pieces == 1:

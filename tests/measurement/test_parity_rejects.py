@@ -205,6 +205,25 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
 
 
+class Encoded(nn.Module):
+    """A variational autoencoder: noise between two layers, whose gradient it moves by as much as that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return self.head(torch.tanh(y + torch.randn_like(y)))
+
+
+def test_a_sum_is_no_mean_however_far_random_numbers_move_its_gradient() -> None:
+    half = {**SPLIT, "batch_size": 4}
+    assert_passed(parity(program(Encoded), **half))
+    result = parity(program(Encoded, loss_fn=sum_loss), **half)
+    assert_rejected(result, r"the loss is a sum, or .*\. Return \(loss_sum, weight\)")
+
+
 def test_a_loss_that_couples_the_samples_is_rejected_where_they_are_split() -> None:
     assert_passed(parity(program(wide, loss_fn=contrastive)))
     assert_rejected(parity(program(wide, loss_fn=contrastive), **SPLIT), "couples the samples of a batch")
