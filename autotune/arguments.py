@@ -17,6 +17,7 @@ from autotune.quantities import (
     parse_duration,
     parse_names,
     parse_positive_count,
+    parse_positive_number,
     parse_seed,
     parse_share,
     parse_size,
@@ -164,6 +165,14 @@ def _add_workload_options(parser: _Parser) -> None:
         metavar="N",
     )
     _flag(batch, "--free-batch", "free_batch", "let the samples of an optimizer step change")
+    _option(
+        parser,
+        "--clip-grad-norm",
+        "clip_grad_norm",
+        parse_positive_number,
+        "clip the gradients of each optimizer step to this norm, as your loop does",
+        metavar="NORM",
+    )
     _option(
         parser, "--memory-limit", "memory_limit_bytes", parse_size, "tune for a smaller card, as 24GiB", metavar="SIZE"
     )

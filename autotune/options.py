@@ -68,6 +68,7 @@ class SearchOptions:
     fresh: bool = False
     """Start over where the directory holds a study already."""
     clip_grad_norm: float | None = None
+    """To which the gradients of an optimizer step are clipped, as the user's own loop does; None: they are not."""
 
     def __post_init__(self) -> None:
         """Raises `UserError`, in the words of `fit`, which has no parser before it as the command line has."""

@@ -62,6 +62,13 @@ def parse_share(text: str) -> float:
     return share
 
 
+def parse_positive_number(text: str) -> float:
+    """A number above 0, such as `1.0`. Raises ValueError."""
+    if not _NUMBER.fullmatch(text.strip()) or not 0 < float(text) < float("inf"):
+        raise ValueError(f"{text!r} is not a number above 0")
+    return float(text)
+
+
 def parse_positive_count(text: str) -> int:
     """A whole number above 0; `1_000_000` and `1e6` are understood. Raises ValueError."""
     try:

@@ -13,6 +13,7 @@ from autotune.options import SearchOptions
 EVERYTHING = [
     "search", "train.py", "--budget", "1h30m", "--trials", "40", "--space", "quick", "--only", "precision,compile_mode",
     "--fix", "batch_size=32,num_workers=4", "--fix", "pin_memory=true", "--global-batch-size", "512",
+    "--clip-grad-norm", "0.5",
     "--objective", "memory", "--memory-limit", "24GiB", "--memory-margin", "8%", "--train-samples", "1e6",
     "--device", "cpu", "--study", "studies/one", "--seed", "7", "--fresh",
 ]  # fmt: skip
@@ -32,6 +33,7 @@ def test_every_option_reaches_the_search() -> None:
         only=("precision", "compile_mode"),
         fixed={"batch_size": "32", "num_workers": "4", "pin_memory": "true"},
         global_batch_size=512,
+        clip_grad_norm=0.5,
         objective="memory",
         memory_limit_bytes=24 * 2**30,
         memory_margin=0.08,
@@ -77,6 +79,7 @@ def test_check_and_memory_take_what_applies_to_them(command: str) -> None:
             "argument --memory-limit: '24' is not a size; write it with its unit",
         ),
         (["search", "a.py", "--memory-margin", "5"], "argument --memory-margin: '5' is all of it or more"),
+        (["search", "a.py", "--clip-grad-norm", "0"], "argument --clip-grad-norm: '0' is not a number above 0"),
         (["search", "a.py", "--only", ","], "argument --only: ',' names nothing"),
         (["search", "a.py", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["search", "a.py", "--seed", "x"], "argument --seed: "),
