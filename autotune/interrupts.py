@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import signal
 import sys
 import threading
@@ -28,7 +27,7 @@ def interrupts_kept() -> Iterator[None]:
     def hook(unraisable: UnraisableHookArgs) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             # from another thread, since in this one it would come within the hook, which cannot raise either
-            threading.Timer(_LATER_SECONDS, _thread.interrupt_main).start()
+            threading.Timer(_LATER_SECONDS, _interrupt_main_thread).start()
         else:
             before(unraisable)
 
@@ -37,6 +36,12 @@ def interrupts_kept() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+def _interrupt_main_thread() -> None:
+    """With a real signal: `_thread.interrupt_main` leaves the thread in what it waits for, for minutes perhaps."""
+    if callable(signal.getsignal(signal.SIGINT)):  # or it would end the program without a word
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 @contextmanager
