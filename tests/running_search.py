@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-DEADLINE_SECONDS = 150.0
+DEADLINE_SECONDS = 400.0
 
 TINY_PROGRAM = """
 import torch

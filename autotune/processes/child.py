@@ -52,10 +52,15 @@ def signal_at_parents_death(number: int, parent: int) -> None:
         os._exit(1)
 
 
-def show_where_on_signal() -> None:
-    """From now on SHOW_WHERE_SIGNAL prints the stack, whatever handler the user's module has set."""
+def show_where_on_signal(*, then_end: bool = False) -> None:
+    """From now on SHOW_WHERE_SIGNAL prints the stack, whatever handler the user's module has set.
+
+    `then_end`: it ends the process after that, so that whoever sent it can tell when all is printed.
+    """
     faulthandler.unregister(SHOW_WHERE_SIGNAL)  # or registering it again would leave that handler
-    faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False)
+    if then_end:
+        signal.signal(SHOW_WHERE_SIGNAL, signal.SIG_DFL)  # what the chain goes on to
+    faulthandler.register(SHOW_WHERE_SIGNAL, 2, all_threads=False, chain=then_end)
 
 
 def set_apart(order: TrialOrder, server: int) -> None:
@@ -166,7 +171,7 @@ class TrialProcess:
     def run(self, load: Callable[[], UserFunctions]) -> None:
         """Runs the trial; whatever the user's code raises becomes the answer's failure, which ends the process."""
         faulthandler.enable(2, all_threads=False)  # a crash prints where it happened, too
-        show_where_on_signal()
+        show_where_on_signal(then_end=True)
         os.register_at_fork(after_in_child=self._report_process)
         self._enter("start")
         try:

@@ -74,7 +74,8 @@ _WORKER_EXITED = re.compile(r"DataLoader worker \(pid\S* [\d, ]+\) exited unexpe
 _LOST_CONNECTION = frozenset(
     {"FileNotFoundError", "ConnectionRefusedError", "ConnectionResetError", "BrokenPipeError", "EOFError"}
 )
-_WORKER_DEATH_SECONDS = 1.0
+_WORKER_DEATH_SECONDS = 10.0
+"""For a worker whose sockets are closed to be dead, which takes a moment unless others hold all cores."""
 _NO_CUDA = re.compile(
     r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver|"
     r"torch\.cuda\.is_available\(\) is False"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_EXEC_SECONDS = 1.0
+"""For a process to become another program, whose first pages may have to come from a slow disk."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,24 @@ def descendants(root: int, *, except_below: frozenset[ProcessId] = frozenset()) 
 def carrying(variable: str, value: str) -> list[int]:
     """Processes that were started with this environment variable, or forked from one that was."""
     wanted = f"{variable}={value}".encode()
-    found = []
-    for pid in _pids():
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # gone, or another user's
-            continue
-        if wanted in variables:
-            found.append(pid)
-    return found
+    return [pid for pid in _pids() if wanted in _environment(pid).split(b"\0")]
+
+
+def _environment(pid: int) -> bytes:
+    """Of a process, empty where it cannot be read; one that becomes another program is looked at when it has.
+
+    For as long as that takes its environment reads as empty, and so does its command line, which of no other program do.
+    """
+    deadline = time.monotonic() + _EXEC_SECONDS
+    try:
+        while not (variables := Path(f"/proc/{pid}/environ").read_bytes()) and time.monotonic() < deadline:
+            os.readlink(f"/proc/{pid}/exe")  # which a thread of the kernel has not, nor what has ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes():
+                break
+            time.sleep(0.001)
+        return variables
+    except OSError:  # gone, or another user's
+        return b""
 
 
 def exhausted_files_limit(pid: int) -> int | None:

@@ -44,9 +44,10 @@ from autotune.workload import UserFunctions
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 30.0
 """After which a process that does not die of SIGKILL (the driver may hold it) is told as a survivor."""
-_SHOW_WHERE_SECONDS = 0.2
-_CLEANING_SECONDS = 1.0
-"""For a resource tracker, once all that it works for are dead."""
+_SHOW_WHERE_SECONDS = 5.0
+"""For a hanging trial to print its stack, which takes a moment unless others hold all cores."""
+_CLEANING_SECONDS = 10.0
+"""For a resource tracker, once all that it works for are dead; as that."""
 _OUTPUT_WATCH_MILLISECONDS = 500
 """How often the size of a running trial's output is looked at."""
 
@@ -247,16 +248,23 @@ class Server:
 
     def _end(self, message: EndTrial) -> None:
         assert self._trial is not None
-        if message.show_where and not self._trial.exited:
-            os.kill(self._trial.pid, SHOW_WHERE_SIGNAL)
-            time.sleep(_SHOW_WHERE_SECONDS)
         below = descendants(os.getpid(), except_below=self._kept)
         limits = [limit for process in below if (limit := exhausted_files_limit(process.pid)) is not None]
+        if message.show_where and not self._trial.exited:
+            self._show_where(self._trial)
         survivors = self._kill_all()
         shorten(self._trial.output_path)
         os.close(self._trial.report_descriptor)
         self._trial = None
         self._channel.send(TrialEnded(survivors, min(limits, default=None)))
+
+    def _show_where(self, trial: _RunningTrial) -> None:
+        """Has its stack printed, with which it ends."""
+        os.kill(trial.pid, SHOW_WHERE_SIGNAL)
+        deadline = time.monotonic() + _SHOW_WHERE_SECONDS
+        while not trial.exited and time.monotonic() < deadline:
+            time.sleep(0.005)
+            self._reap()
 
     def _leave_nothing(self) -> None:
         """The server is about to end, and all that it has started ends with it."""

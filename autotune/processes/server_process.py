@@ -30,7 +30,8 @@ from autotune.processes.wire import (
 _IMPORT_SECONDS = 600.0
 _STILL_IMPORTING_SECONDS = (20.0, 60.0, 120.0, 300.0)
 """After which the user is told that it is the import that takes so long: torch's own takes up to 12 s."""
-_SHOW_WHERE_SECONDS = 0.5
+_SHOW_WHERE_SECONDS = 5.0
+"""For a hanging import to print its stack, which takes a moment unless others hold all cores."""
 _STOP_SECONDS = 40.0
 """More than the server itself takes to give up on a process that does not die."""
 
@@ -113,7 +114,10 @@ class ServerProcess:
 
     def _hangs_at_import(self, location: str) -> WorkloadError:
         os.kill(self.pid, SHOW_WHERE_SIGNAL)
-        time.sleep(_SHOW_WHERE_SECONDS)
+        deadline = time.monotonic() + _SHOW_WHERE_SECONDS
+        while not where_it_was(str(self._log_path)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.1)  # for what it has not printed yet: nothing tells the end
         return WorkloadError(
             f"importing {location} did not end within {_IMPORT_SECONDS:.0f} s: what takes so long belongs into model_fn "
             'or data_fn, and what runs the script under `if __name__ == "__main__":`',

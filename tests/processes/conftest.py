@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autotune.config import TrainingConfig
@@ -20,12 +21,22 @@ def behaving_workload():
     return Workload("module", "trial_behaviours", names, None, (HERE,))
 
 
+@pytest.fixture(scope="module")
+def children():
+    """Gives the numbers of all processes that this one has started since the module began.
+
+    A loader's workers of another module's test may end late.
+    """
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: {process.pid for process in psutil.Process().children(recursive=True) if process not in before}
+
+
 @pytest.fixture(scope="session")
 def request_for():
     """Makes the request for a behaviour of `trial_behaviours`."""
     from trial_behaviours import seed_of
 
-    def make(behaviour, measure_seconds=20.0, memory_limit_bytes=None, config=None, said=()):
+    def make(behaviour, measure_seconds=200.0, memory_limit_bytes=None, config=None, said=()):
         return TrialRequest(
             kind="soak",
             blocks=said,  # texts for the behaviour
@@ -36,7 +47,7 @@ def request_for():
                 memory_limit_bytes=memory_limit_bytes,
                 seed=seed_of(behaviour),
             ),
-            timeouts=PhaseTimeouts(build_seconds=60.0, measure_seconds=measure_seconds),
+            timeouts=PhaseTimeouts(build_seconds=200.0, measure_seconds=measure_seconds),
         )
 
     return make

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from tests.running_search import gone, runs
+from tests.running_search import DEADLINE_SECONDS, gone, runs
 
 ORCHESTRATOR = """
 import os, sys, time
@@ -26,7 +26,7 @@ conditions = Conditions(device="cpu", global_batch_size=None, seed=seed_of("leav
 request = TrialRequest(kind="soak", config=TrainingConfig({}), conditions=conditions)
 with TrialPool(workload, Path(sys.argv[2]), entry="trial_behaviours:answer") as pool:
     if os.environ.get("HELD_OPEN") and os.fork() == 0:
-        time.sleep(60)  # with its copy of our end of the server's connection
+        time.sleep(6000)  # with its copy of our end of the server's connection
     pool.run(request)
 """
 
@@ -40,7 +40,7 @@ def test_orchestrator_is_killed(tmp_path, socket_held_by_a_fork):
     bystanders = []
     try:
         root = psutil.Process(orchestrator.pid)
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while len(sleepers(root)) < 3:  # inside the trial's session, outside, and one that forked away from its parent
             assert time.monotonic() < deadline, root.children(recursive=True)
             time.sleep(0.02)

@@ -3,6 +3,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,24 +13,24 @@ import pytest
 
 from autotune.errors import NoAnswerError
 from autotune.processes.pool import TrialPool
+from tests.measurement.programs import holds
 
 ENTRY = "trial_behaviours:answer"
 
 
 @pytest.fixture(scope="module")
-def pool(behaving_workload, tmp_path_factory):
+def pool(behaving_workload, tmp_path_factory, children):
     directory = Path(os.path.relpath(tmp_path_factory.mktemp("study")))
     with TrialPool(behaving_workload, directory, entry=ENTRY) as pool:
         yield pool
-    assert psutil.Process().children() == []
+    assert children() == set()
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(pool):
+def nothing_left(pool, children):
     """After each trial, all that descends from this process are idle servers."""
     yield
-    server_pids = {server.pid for server in pool._servers.values()}
-    assert {process.pid for process in psutil.Process().children(recursive=True)} == server_pids
+    assert children() == {server.pid for server in pool._servers.values()}
 
 
 def failure_of(answer):
@@ -45,7 +47,7 @@ def test_a_trial_finds_itself_where_the_user_stood(pool, request_for):
     assert directory == os.getcwd()  # although importing the user's module changes it
     assert (threads, child, start_method, own_session, interruptible) == ("2", "1", "fork", "True", "True")
     assert compiler == "False"
-    assert 0 <= float(age) < 20
+    assert 0 <= float(age) < 200
     assert answer.seconds > 0
 
 
@@ -147,29 +149,30 @@ def test_shared_memory_of_a_trial_is_removed(pool, request_for, behaviour):
     assert not [path for path in paths if os.path.exists(path)]
 
 
-def test_ctrl_c_kills_the_trial_and_passes_through(pool, request_for):
+def test_ctrl_c_kills_the_trial_and_passes_through(pool, request_for, children):
     def interrupt(phase):
         if phase == "measure":
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         pool.run(request_for("leave_children_and_hang"), interrupt)
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == set()
     assert pool.run(request_for("look_around")).failure is None
 
 
 def test_a_killed_server_is_a_crash_and_is_replaced(pool, request_for):
-    failure = failure_of(pool.run(request_for("kill_the_server")))
+    until = f"614.{os.getpid()}"  # this run's own
+    failure = failure_of(pool.run(request_for("kill_the_server", said=(until,))))
     assert (failure.kind, failure.signal) == ("crash", "SIGKILL")
-    assert not [process for process in psutil.process_iter() if is_sleeper(process)]
+    assert not [process for process in psutil.process_iter() if command_of(process) == ["sleep", until]]
     assert pool.run(request_for("look_around")).failure is None
 
 
-def is_sleeper(process):
+def command_of(process):
     try:
-        return process.cmdline() == ["sleep", "614"]
+        return process.cmdline()
     except psutil.Error:
-        return False
+        return []
 
 
 def test_waits_until_memory_is_back(pool, request_for, monkeypatch):
@@ -192,7 +195,12 @@ def test_numbers_go_on_where_an_earlier_search_stopped(behaving_workload, tmp_pa
 
 
 def test_a_trial_is_cheap(pool, request_for):
-    started = time.monotonic()
-    for _ in range(3):
-        pool.run(request_for("exit_silently"))
-    assert time.monotonic() - started < 3  # importing torch alone takes that long
+    def three_take_less_than_importing_torch():
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        imported = time.monotonic()
+        for _ in range(3):
+            pool.run(request_for("exit_silently"))
+        return time.monotonic() - imported < imported - began
+
+    assert holds(three_take_less_than_importing_torch)

@@ -236,7 +236,7 @@ def raise_in_a_worker(request):
 
 
 def kill_the_server(request):
-    subprocess.Popen(["sleep", "614"], start_new_session=True)
+    subprocess.Popen(["sleep", *request.blocks], start_new_session=True)
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(10**6)
 
@@ -292,6 +292,8 @@ def use_up_files(request):
 
 
 def use_up_files_and_hang(request):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # so few that this takes no time
     opened = []
     try:
         while True:
