@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -164,13 +165,15 @@ class Case:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_rate_is_what_arithmetic_says(case: Case) -> None:
     asked = [waits.batch + case.micro_batch * waits.sample for waits in (case.loading, case.computing)]
+    least = (1 - TOLERANCE) * case.seconds(*asked, (0.0, 0.0))
     ratios: list[float] = []
     while len(ratios) < ATTEMPTS and not any(abs(ratio - 1) <= TOLERANCE for ratio in ratios):
         measured, *waited = case.measured(block_seconds=0.1, maximum_blocks=4)
         seconds = case.micro_batch * case.accumulation / measured.samples_per_second
         # Whoever else runs here takes time from the ordinary cost too, and not the same in both readings: then both are
-        # taken again. That can hide no error. One that leaves time out fails here, since others can only add to what was
-        # asked for, and one that adds time is in every attempt.
-        assert seconds > (1 - TOLERANCE) * case.seconds(*asked, (0.0, 0.0))
-        ratios.append(seconds / case.seconds(*waited, case.ordinary_cost()))
+        # taken again. That can hide no error: one that adds time is in every attempt, and one that leaves time out fails
+        # here, since others can only add to what was asked for. Only where workers went on while this process waited for
+        # a core may the first batches have been ready, in this attempt.
+        assert seconds > least or case.workers
+        ratios.append(seconds / case.seconds(*waited, case.ordinary_cost()) if seconds > least else math.nan)
     assert any(abs(ratio - 1) <= TOLERANCE for ratio in ratios), ratios

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from autotune.measurement.measure import measure
 from autotune.measurement.passes import BlockPlan, block_plan
@@ -74,38 +74,54 @@ class Sleepy(Dataset[Any]):
         return x, x[:1]
 
 
-class Noted(Sampler[int]):
-    """In order; notes when each pass began."""
+class Noting(nn.Module):
+    """Notes when each of its steps began."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
         self.begun: list[float] = []
 
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.begun.append(time.perf_counter())
-        return iter(range(SAMPLES))
+        return self.net(x)
 
 
-@pytest.mark.parametrize("block_seconds", [0.08, 0.3])
+def loader() -> DataLoader[Any]:
+    return DataLoader(Sleepy(), batch_size=4)
+
+
+def seconds_of_a_pass() -> float:
+    begin = time.perf_counter()
+    for _ in DataLoader(Sleepy(), batch_size=4, num_workers=4):
+        pass
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("passes_in_block", [0.4, 1.5])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_workers_that_start_anew_for_every_pass_cost_what_they_cost_in_the_long_run(block_seconds: float) -> None:
-    """Against whole passes by the clock of the loader itself; a third of each is spent on starting its workers."""
+def test_workers_that_start_anew_for_every_pass_cost_what_they_cost_in_the_long_run(passes_in_block: float) -> None:
+    """Whole passes are timed, by the clock of the model itself; a third of each is spent on starting the workers."""
 
     def compared() -> float:
-        sampler = Noted()
+        made: list[Noting] = []
+
+        def model_fn() -> Noting:
+            made.append(Noting())
+            return made[-1]
+
+        block_seconds = passes_in_block * seconds_of_a_pass()
         result = measure(
-            program(data_fn=lambda: DataLoader(Sleepy(), batch_size=4, sampler=sampler)),
+            program(model_fn, loader),
             request(
                 "measure", batch_size=4, num_workers=4, block_seconds=block_seconds, minimum_blocks=3, maximum_blocks=5
             ),
             no_phase,
         )
-        passes, rest = divmod(sum(result.blocks.samples), SAMPLES)
-        if rest:  # so busy a machine that one pass took longer than the measurement may
+        samples = sum(result.blocks.samples)
+        if samples % SAMPLES:  # the machine became so busy that one pass took longer than the measurement may
             return math.nan
-        last = sampler.begun[-passes - 1 :]
-        return result.samples_per_second * (last[-1] - last[0]) / (passes * SAMPLES)
+        begun = made[-1].begun[-1 - sum(result.blocks.steps) :]
+        return result.samples_per_second * (begun[-1] - begun[0]) / samples
 
     assert agrees(compared, 0.05)
