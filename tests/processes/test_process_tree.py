@@ -49,6 +49,17 @@ def test_marks_are_inherited(family):
     assert carrying("AUTOTUNE_TEST_MARK", "her") == []
 
 
+def test_marks_are_seen_of_what_becomes_another_program_at_this_moment():
+    variables = {**os.environ, "AUTOTUNE_TEST_MARK": "started"}
+    for _ in range(10):
+        child = subprocess.Popen(["sleep", "600"], env=variables)  # comes back as soon as it is no longer Python
+        try:
+            assert carrying("AUTOTUNE_TEST_MARK", "started") == [child.pid]
+        finally:
+            child.kill()
+            child.wait()
+
+
 def test_open_files_near_the_limit(family):
     assert exhausted_files_limit(family[1]) is None
     used = len(os.listdir(f"/proc/{family[1]}/fd"))
