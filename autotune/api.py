@@ -78,9 +78,9 @@ def fit(
 
     `model_fn()` returns a fresh `torch.nn.Module` at every call, `data_fn()` a Dataset, IterableDataset or DataLoader,
     `loss_fn(model, batch)` the scalar mean loss or `(loss_sum, weight)`. `budget` is a duration (`"10m"`, or seconds),
-    `memory_limit` a size (`"24GiB"`, or bytes); `clip_grad_norm` is what the loop clips gradients to; `blocks` names the modules to recompute, or their class, where those that
-    are found are not the right ones. Trials and `best.json` are kept in the directory `study`; the same call
-    goes on where it stopped. Progress goes to stderr unless `quiet`.
+    `memory_limit` a size (`"24GiB"`, or bytes); `clip_grad_norm` is what the loop clips gradients to; `blocks` names the
+    modules to recompute, or their class, where those that are found are not the right ones. Trials and `best.json` are
+    kept in the directory `study`; the same call goes on where it stopped. Progress goes to stderr unless `quiet`.
 
     `on_trial(trial, speedup)` is called after each trial, which is stored by then, with how many times the speed of the
     user's program the best so far has (None before there is one). An exception in it ends the search: the best so far is
