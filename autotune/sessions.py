@@ -182,6 +182,11 @@ def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, optio
     assert answer.facts is not None
     workload = answer.facts
     held = options.global_batch_size
+    if held is not None and workload.dataset_length is not None and held > workload.dataset_length:
+        raise UserError(
+            f"a global batch of {held:,} is more than the {workload.dataset_length:,} samples of the data set, so no step "
+            "could take it; give --global-batch-size (global_batch_size=) at most that many"
+        )
     if held is None and workload.batch_held and not options.free_batch:
         held = workload.batch_size
     times, least = LARGEST_BATCH[conditions.device]

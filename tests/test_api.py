@@ -15,6 +15,8 @@ import autotune
 from autotune import sessions
 from autotune.config import TrainingConfig
 from autotune.errors import UserError
+from autotune.machine import read_machine_facts
+from autotune.options import SearchOptions
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, TrialRequest
 from autotune.search.study import stored_records
@@ -173,6 +175,15 @@ def test_a_program_at_fault_is_told_in_a_sentence(name: str, changing_program: P
         sessions.raise_failure(failure)
     assert sentence in str(told.value)
     assert "autotune/" not in told.value.detail, "our own frames are nobody's business"
+
+
+def test_a_global_batch_that_no_step_could_take_is_refused(changing_program: Path, pool: TrialPool) -> None:
+    for file, source in (("model", MODEL), ("data", DATA), ("loss", LOSS)):
+        (changing_program / file).write_text(source)
+    options = SearchOptions(device="cpu", global_batch_size=513)
+    conditions = Conditions(device="cpu", global_batch_size=513)
+    with pytest.raises(UserError, match="a global batch of 513 is more than the 512 samples of the data set"):
+        sessions._facts(pool, read_machine_facts(), conditions, options)
 
 
 def test_a_file_that_cannot_be_imported_shows_the_users_frame_alone(tmp_path: Path) -> None:
