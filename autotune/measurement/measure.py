@@ -16,6 +16,7 @@ from autotune.measurement.clock import BlockClock, endless, synchronize
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.measurement.passes import BlockPlan, block_plan
+from autotune.measurement.shared_files import refuse_shared_positions
 from autotune.measurement.spent import Stopwatch, process_age_seconds
 from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import is_precise, out_of_the_race, rate, warmed_up
@@ -54,7 +55,8 @@ class Running:
 
 
 def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Running:
-    """Builds the training and runs its first step. Raises `TrialFailure` where nothing was compiled that should be."""
+    """Builds the training and runs its first step. Raises `TrialFailure` where loader workers would read each other's
+    samples, and where nothing was compiled that should be."""
     watch = Stopwatch()
     begin = time.perf_counter()
     phase("build")
@@ -65,6 +67,7 @@ def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     training.outlives_schedule = True
     windows = endless(training.loader)
     build_seconds = time.perf_counter() - begin
+    refuse_shared_positions(training, phase)
     phase("compile")
     with watch.part("first_batch_seconds"):
         window = next(windows)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import math
-import os
-import stat
 import time
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -75,14 +71,9 @@ def check_workers(training: Training, phase: PhaseReport) -> None:
     set may give something else where a file that it opened, or a cache, is not there in the worker. Samples themselves
     stay where they are drawn: one that cannot be sent need not be, where the user's collate function leaves that out.
 
-    And where workers would all repeat the same random samples, or several in the place of one, or none, would move each
-    other's position in a file.
+    And where workers would all repeat the same random samples.
     """
     loader = training.loader.loader
-    if loader.num_workers > 1 >= training.own_num_workers:
-        phase("loader")
-        # Before anything is drawn here: a data set may open its file with its first sample.
-        _refuse_shared_positions(loader)
     replaced = (loader.num_workers > 0) != (training.own_num_workers > 0)
     if not replaced or batch_fixed_reason(loader) is not None or isinstance(loader.dataset, IterableDataset):
         return
@@ -121,44 +112,6 @@ def _refuse_repeated_samples(loader: DataLoader[Any]) -> None:
             "every pass: it has a generator or a count of its own, of which each worker gets a copy; seed it in "
             "worker_init_fn, or draw from torch's generator",
         )
-
-
-def _refuse_shared_positions(loader: DataLoader[Any]) -> None:
-    """Raises `TrialFailure` where a worker moves the position of a file that was open before the worker was started.
-
-    A fork shares it: what one worker seeks, another one reads from, at random and mostly without an error.
-    """
-    changes: dict[str, Any] = {"num_workers": 1}
-    if batch_fixed_reason(loader) is None:
-        changes.update(batch_size=1, drop_last=False, collate_fn=signature)
-        if not isinstance(loader.dataset, IterableDataset):
-            changes["sampler"] = list(itertools.islice(loader.sampler, SAMPLES_TO_COMPARE))
-    seed_everything(1)
-    before = _positions_of_files_read()
-    for _ in itertools.islice(rebuilt(loader, changes), SAMPLES_TO_COMPARE):
-        pass
-    after = _positions_of_files_read()
-    moved = [name for name, position in before.items() if after.get(name, position) != position]
-    if moved:
-        raise TrialFailure(
-            "numerics",
-            f"several loader workers would share one position in {moved[0][1]}, which the data set opened before they "
-            "were started, and read each other's samples: open it where a sample is first read, or in worker_init_fn",
-        )
-
-
-def _positions_of_files_read() -> dict[tuple[int, str], int]:
-    """Of every regular file that this process has open for reading only, by its number and path."""
-    positions: dict[tuple[int, str], int] = {}
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            number, path = int(link.name), os.readlink(link)
-            is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            if is_read and stat.S_ISREG(os.fstat(number).st_mode):
-                positions[number, path] = os.lseek(number, 0, os.SEEK_CUR)
-        except OSError:  # closed meanwhile, as is what listed the directory
-            continue
-    return positions
 
 
 def _drawn_alone(

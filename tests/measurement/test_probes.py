@@ -2,13 +2,12 @@
 
 import math
 import time
-from io import FileIO
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autotune.config import TrainingConfig
 from autotune.failure import TrialFailure
@@ -174,48 +173,6 @@ def test_workers_may_not_repeat_the_random_numbers_of_one_generator():
     with pytest.raises(TrialFailure, match="the same from every loader worker and in every pass: it has a generator"):
         run()
     assert (run(worker_init_fn=seed_the_data_sets_own), run(num_workers=1)) == (1, 1)
-
-
-class InOneFile(Sleepy):
-    """Rows of numbers in a file, which lies open from the start or from the first row that is read."""
-
-    def __init__(self, path, opened):
-        super().__init__()
-        self.path, self.file = path, FileIO(path) if opened else None
-
-    def __getitem__(self, index):
-        self.file = self.file or FileIO(self.path)
-        self.file.seek(4 * WIDTH * index)
-        return torch.frombuffer(bytearray(self.file.read(4 * WIDTH)), dtype=torch.float32), torch.ones(1)
-
-
-class InOrder(IterableDataset):
-    """The same, each worker its part."""
-
-    def __init__(self, path, opened):
-        self.rows = InOneFile(path, opened)
-
-    def __iter__(self):
-        worker = get_worker_info()
-        first, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return (self.rows[index] for index in range(first, 64, count))
-
-
-@pytest.mark.parametrize("dataset", [InOneFile, InOrder])
-def test_several_workers_may_not_share_the_position_in_a_file(dataset, tmp_path):
-    path = tmp_path / "rows"
-    path.write_bytes(torch.randn(64, WIDTH).numpy().tobytes())
-
-    def run(workers, opened=True, own_workers=0):
-        functions = program(data_fn=lambda: DataLoader(dataset(path, opened), batch_size=4, num_workers=own_workers))
-        asked = request(
-            "loader", num_workers=workers, batch_size=4, block_seconds=0.01, minimum_blocks=1, maximum_blocks=1
-        )
-        return probe_loader(functions, asked, lambda phase: None).num_workers
-
-    with pytest.raises(TrialFailure, match=f"several loader workers would share one position in {path}"):
-        run(2)
-    assert (run(1), run(2, opened=False), run(2, own_workers=2)) == (1, 2, 2)
 
 
 @pytest.mark.parametrize(
