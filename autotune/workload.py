@@ -175,10 +175,13 @@ def _names_in_source(source: str, shown: str, directory: Path) -> dict[str, str]
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_"
         ]
         found = f"it defines {', '.join(functions)}" if functions else "it defines no functions"
-        raise WorkloadError(
-            f"{shown} does not define {' and '.join(missing)}; {found}. Rename the function, or add a line such as "
-            f"`{missing[0]} = your_function`"
-        )
+        advice = f"Rename the function, or add a line such as `{missing[0]} = your_function`"
+        if missing == list(REQUIRED_ROLES):
+            advice = (
+                "Put what makes the model into `def model_fn(): return ...`, what makes the Dataset or DataLoader into "
+                '`def data_fn(): return ...`, and the training itself under `if __name__ == "__main__":`'
+            )
+        raise WorkloadError(f"{shown} does not define {' and '.join(missing)}; {found}. {advice}")
     return {role: role for role in ROLES if role in defined}
 
 

@@ -110,12 +110,17 @@ def test_names_may_be_bound_in_any_way_at_the_top(tmp_path: Path, text: str) -> 
             "train.py does not define data_fn; it defines model_fn, get_data, loss_fn. Rename the function, or add a line "
             "such as `data_fn = your_function`",
         ),
-        ("x = 1\n", "train.py does not define model_fn and data_fn; it defines no functions. Rename the function"),
+        (
+            "x = 1\n",
+            "train.py does not define model_fn and data_fn; it defines no functions. Put what makes the model into `def "
+            "model_fn(): return ...`, what makes the Dataset or DataLoader into `def data_fn(): return ...`, and the "
+            "training itself under `if __name__",
+        ),
         (
             "class Setup:\n    def model_fn(self): ...\n    def data_fn(self): ...\n",
             "does not define model_fn and data_fn",
         ),
-        ("def main():\n    def model_fn(): ...\n    data_fn = print\n", "it defines main. Rename"),
+        ("def main():\n    def model_fn(): ...\n    data_fn = print\n", "it defines main. Put what makes the model"),
     ],
 )
 def test_a_missing_function_is_an_error_that_lists_what_there_is(tmp_path: Path, text: str, message: str) -> None:

@@ -125,7 +125,9 @@ def import_failure(error: BaseException, location: str) -> WorkloadError:
     where = f" ({origin.where})" if origin.where else ""
     ended = "called sys.exit" if isinstance(error, SystemExit) else "failed"
     message = f"importing {location} {ended} with {origin.type_name}: {_first_line(origin.message)}{where}"
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and _is_of_argparse(error):
+        message += "; it reads arguments, of which a trial has none: give each a default, or read them in main() alone"
+    elif isinstance(error, SystemExit):
         message += '; put what runs the script under `if __name__ == "__main__":`'
     if isinstance(error, ImportError) and "relative import" in origin.message:
         message += "; name it as a module from the folder above its package, such as package.train"
@@ -134,6 +136,10 @@ def import_failure(error: BaseException, location: str) -> WorkloadError:
         if own.is_file():
             message += f"; {own} has the name of a module of Python's own, which was imported instead: rename yours"
     return WorkloadError(message, origin.detail)
+
+
+def _is_of_argparse(error: BaseException) -> bool:
+    return any(frame.f_globals.get("__name__") == "argparse" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:

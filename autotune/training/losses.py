@@ -65,6 +65,8 @@ def _check_scalar(loss: torch.Tensor) -> None:
 def _describe_result(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {len(result)} ({', '.join(_describe_item(item) for item in result)})"
+    if isinstance(result, Mapping):
+        return f"a {type(result).__name__} of {len(result)} ({', '.join(map(str, result))})"
     return "None (is a return missing?)" if result is None else f"a {type(result).__name__}"
 
 
@@ -110,11 +112,16 @@ def _loss_in(output: Any) -> torch.Tensor | None:
 
 def explain_failed_call(batch: Any, error: Exception) -> WorkloadError:
     """The error to raise where, without a loss_fn, calling the model with the batch failed."""
-    return WorkloadError(_no_loss_message(batch, f"calling the model with it raised {type(error).__name__}: {error}"))
+    called = "model(**batch)" if isinstance(batch, Mapping) else "the model with it"
+    return WorkloadError(
+        _no_loss_message(batch, f"calling {called} raised {type(error).__name__}: {error}", failed=True)
+    )
 
 
-def _no_loss_message(batch: Any, reason: str) -> str:
-    if isinstance(batch, Mapping):
+def _no_loss_message(batch: Any, reason: str, *, failed: bool = False) -> str:
+    if isinstance(batch, Mapping) and failed and batch:
+        unpack = f"output = model(batch[{next(iter(batch))!r}])  # or model(batch): as your own loop calls it"
+    elif isinstance(batch, Mapping):
         unpack = "output = model(**batch)"
     elif isinstance(batch, (tuple, list)):
         names = ["inputs", "targets"] if len(batch) == 2 else [f"part_{n}" for n in range(len(batch))]

@@ -1,5 +1,6 @@
 """Every spelling of a failure gets its name, and what is the user's stays the user's."""
 
+import argparse
 import errno
 
 import numpy
@@ -310,3 +311,7 @@ def test_samples_that_make_no_batch(workers):
 
 def test_a_module_that_ends_the_process_is_told_about_the_guard():
     assert 'under `if __name__ == "__main__":`' in str(import_failure(SystemExit(2), "train.py"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True)
+    told = str(import_failure(raised(lambda: parser.parse_args([])), "train.py"))
+    assert told.endswith("of which a trial has none: give each a default, or read them in main() alone")

@@ -75,7 +75,8 @@ def test_the_batch_becomes_the_models_arguments() -> None:
             r"the model returned a tuple of 2 \(a scalar tensor, a scalar tensor\) with no loss",
         ),
         (lambda loss: (LOGITS, 1), r"a tuple of 2 \(a tensor of shape \[4, 3\], a int\) with no loss in it"),
-        (lambda loss: {"logits": LOGITS}, r"the model returned a dict with no loss in it"),
+        (lambda loss: {"logits": LOGITS}, r"the model returned a dict of 1 \(logits\) with no loss in it"),
+        (lambda loss: {"box": loss, "class": loss}, r"a dict of 2 \(box, class\) with no loss in it"),
         (lambda loss: None, r"the model returned None \(is a return missing\?\) with no loss in it"),
     ],
 )
@@ -89,10 +90,16 @@ def test_an_output_without_a_clear_loss_is_an_error_with_the_lines_to_write(make
     assert "def loss_fn(model, batch):\n        inputs, targets = batch\n        return ..." in text
 
 
+def test_a_mapping_that_the_model_takes_as_keywords_is_unpacked_so_in_the_lines_to_write() -> None:
+    with pytest.raises(WorkloadError, match="with no loss in it") as caught:
+        loss_function(None)(Returns(lambda loss: LOGITS), {"x": LOGITS})
+    assert "def loss_fn(model, batch):\n        output = model(**batch)\n        return ..." in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("batch", "line"),
     [
-        ({"x": LOGITS}, "output = model(**batch)"),
+        ({"x": LOGITS, "y": LOGITS}, "output = model(batch['x'])  # or model(batch): as your own loop calls it"),
         ((LOGITS,), "(inputs,) = batch"),
         ((LOGITS,) * 3, "part_0, part_1, part_2 = batch"),
         (LOGITS, "output = model(batch)"),
@@ -129,6 +136,7 @@ def scalar() -> torch.Tensor:
         ((scalar(), {"accuracy": 1.0}), "loss_fn returned a tuple of 2 (a scalar tensor, a dict); it must return"),
         ((scalar(), scalar()), "loss_fn returned a tuple of 2 (a scalar tensor, a scalar tensor); it must return"),
         ((scalar(), True), "loss_fn returned a tuple of 2 (a scalar tensor, a bool); it must return"),
+        ({"loss": scalar(), "dice": 1.0}, "loss_fn returned a dict of 2 (loss, dice); it must return a scalar tensor"),
         ([scalar(), 2], "loss_fn returned a list of 2 (a scalar tensor, a int); it must return"),
         ((torch.ones(4, requires_grad=True), 4), "a tensor of shape [4] where a scalar is expected"),
         ((1.0, 4), "loss_fn returned a tuple of 2 (a float, a int); it must return a scalar tensor"),
