@@ -73,13 +73,14 @@ def _confirmed_beside(results: Results, chosen: TrainingConfig) -> list[Training
 def _left_out(results: Results, chosen: TrainingConfig, knob: Knob) -> Iterator[str]:
     """The knob's values that ran and were not taken, those that came closest first, such as `precision=bf16 (0.99x)`.
 
-    Not one that was confirmed by itself: that is told with its figure, and two that differ would be one too many.
+    Not of what took part in the confirmation, which is told with the figure from there: another one would be one too many.
     """
     confirmed = _confirmed_beside(results, chosen)
-    kept = [t for t in results.trials if t.round is None and _keeps_the_batch(results, t.config)]
+    single = [t for t in results.trials if t.round is None and t.config not in confirmed]
+    kept = [t for t in single if _keeps_the_batch(results, t.config)]
     values = dict.fromkeys(trial.config[knob.name] for trial in kept)
     own = (chosen[knob.name], results.baseline[knob.name])
-    seen = [(_gain(results, chosen, knob, value), value) for value in values if value not in own]
+    seen = [(_gain(results, single, chosen, knob, value), value) for value in values if value not in own]
     seen = [one for one in seen if results.baseline.replace({knob.name: one[1]}) not in confirmed]
     seen.sort(key=lambda one: -1.0 if one[0] is None else one[0], reverse=True)
     for gain, value in seen[:VALUES_SHOWN]:
@@ -93,12 +94,12 @@ def _keeps_the_batch(results: Results, config: TrainingConfig) -> bool:
     return results.space.conflict(config) is None and results.keeps_the_batch(config)
 
 
-def _gain(results: Results, chosen: TrainingConfig, knob: Knob, value: Value) -> float | None:
-    """How many times better it was with this value than with the one that was taken, all else alike, at best; None where
-    that was not seen."""
+def _gain(results: Results, trials: Sequence[Trial], chosen: TrainingConfig, knob: Knob, value: Value) -> float | None:
+    """How many times better these trials were with this value than with the one that was taken, all else alike, at best;
+    None where that was not seen."""
     gains = []
-    for trial in results.trials:
-        if trial.config[knob.name] != value or trial.measurement is None or trial.round is not None:
+    for trial in trials:
+        if trial.config[knob.name] != value or trial.measurement is None:
             continue
         other = results.first_measurement(trial.config.replace({knob.name: chosen[knob.name]}))
         if other is not None:

@@ -104,3 +104,12 @@ def test_an_interrupted_search_says_what_it_had_not_come_to(new_directory: NewDi
     outcome = search.run()
     assert outcome.interrupted
     assert "compile_mode" in starting(outcome.recommendation.other_settings, "not tried before the interruption: ")
+
+
+def test_a_part_of_what_was_confirmed_and_not_taken_has_no_better_figure_of_its_own() -> None:
+    both = {**BF16, "optimizer_impl": "fused"}
+    alone = started().add(BF16, 1000.0).add(both, 1190.0)
+    assert any("optimizer_impl=fused (1.19x)" in one for one in recommended(alone).other_settings)
+    told = recommended(started().add(BF16, 1000.0).add(both, 1190.0).rounds(both, [950], [1000])).other_settings
+    assert starting(told, "measured again beside your settings, and not taken: ").count("fused") == 1
+    assert starting(told, "tried, and left out, ").endswith(": precision=bf16 (1.00x)")
