@@ -210,7 +210,8 @@ def _run(started: Search, began: float) -> None:
         needed = time.monotonic() - began + 3 * FEWEST_TRIALS * baseline.seconds
         raise UserError(
             f"a budget of {session.budget.seconds:.0f} s is too small: measuring your own program took "
-            f"{time.monotonic() - began:.0f} s. Give at least --budget {needed:.0f}s; the measurement is kept"
+            f"{time.monotonic() - began:.0f} s. Give at least --budget {needed:.0f}s (budget={needed:.0f}); the measurement "
+            "is kept"
         )
     started.go_on()
 

@@ -167,3 +167,11 @@ class VerifyReport(Record):
     def holds(self) -> bool:
         """Whether the recommendation is still worth following."""
         return self.outcome in HOLDING
+
+    def __str__(self) -> str:
+        """The answer, what has changed, and what makes it less sure, one sentence a line."""
+        return "\n".join([self.verdict, *(f"changed: {one}" for one in self.changed), *self.warnings])
+
+    def __repr__(self) -> str:
+        """The answer alone, as at the end of a notebook's cell."""
+        return f"<VerifyReport: {self.verdict}>"

@@ -26,7 +26,7 @@ LARGEST_FILE_BYTES = 32 * 2**20
 """A recommendation is some 20 KiB."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TuningResult:
     """A recommendation with what a person does with it."""
 
@@ -112,6 +112,10 @@ class TuningResult:
         for role in self.recommendation.reference.names:
             if getattr(functions, role) is None:
                 raise UserError(f"the search ran with {role}; give it to build too: build(..., {role}={role})")
+
+    def __repr__(self) -> str:
+        """The answer alone, as at the end of a notebook's cell; `print` tells the rest."""
+        return f"<TuningResult: {self.recommendation.verdict}>"
 
     def __str__(self) -> str:
         from autotune.report.text import describe

@@ -9,6 +9,7 @@ import pytest
 import autotune
 from autotune.errors import UserError
 from autotune.options import SearchOptions
+from tests.report import sample_records
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,9 @@ def test_fit_refuses_another_kind_of_argument(asked: dict[str, Any], told: str) 
     with pytest.raises(UserError) as caught:
         autotune.fit(dict, dict, **asked)
     assert str(caught.value).startswith(told)
+
+
+def test_a_verification_prints_its_answer_with_what_changed() -> None:
+    report = sample_records.verify_report(warnings=("another process used the GPU",))
+    assert str(report).splitlines() == [report.verdict, "changed: torch: 2.11 then, 2.12 now", *report.warnings]
+    assert repr(report) == f"<VerifyReport: {report.verdict}>"

@@ -49,6 +49,13 @@ def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+def test_the_answer_is_what_a_notebook_shows_and_print_tells_all() -> None:
+    result = TuningResult(recommendation())
+    assert repr(result) == f"<TuningResult: {result.recommendation.verdict}>"
+    assert str(result).startswith(result.recommendation.verdict[:40])
+    assert "Trains the same" in str(result)
+
+
 def recommendation(device: str = "cpu") -> Recommendation:
     sample = sample_records.recommendation()
     conditions = Conditions.model_validate({"device": device, "global_batch_size": 4})
