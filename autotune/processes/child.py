@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from autotune.machine import available_memory_bytes
-from autotune.processes import system_memory
+from autotune.processes import sockets, system_memory
 from autotune.processes.failures import classify, import_failure
 from autotune.processes.interpreter import command
 from autotune.processes.wire import DISK_FULL_STATUS, SHOW_WHERE_SIGNAL, TrialOrder, encode_answer, unfinished
@@ -173,6 +173,7 @@ class TrialProcess:
         faulthandler.enable(2, all_threads=False)  # a crash prints where it happened, too
         show_where_on_signal(then_end=True)
         os.register_at_fork(after_in_child=self._report_process)
+        sockets.use_directory(self._order.sockets_path)
         self._enter("start")
         try:
             functions = load()

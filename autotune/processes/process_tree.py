@@ -71,12 +71,13 @@ def exhausted_files_limit(pid: int) -> int | None:
     return limit if limit != resource.RLIM_INFINITY and count >= limit - 4 else None
 
 
-def is_resource_tracker(pid: int) -> bool:
-    """Whether it is Python's own helper that removes named semaphores and shared memory of dead processes."""
+def cleans_up(pid: int) -> bool:
+    """Whether it is a helper, Python's or torch's, that removes the shared memory of dead processes and then ends."""
     try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # gone
         return False
+    return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
 
 
 def _processes() -> Iterator[tuple[ProcessId, int]]:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from autotune.knobs.registry import slow_to_start
-from autotune.processes import child
+from autotune.processes import child, sockets
 from autotune.processes.failures import import_failure
 from autotune.processes.output import shorten
 from autotune.processes.preparation import fork, fork_problem, import_user_module, prepare_for_compiling
-from autotune.processes.process_tree import ProcessId, descendants, exhausted_files_limit, is_resource_tracker
+from autotune.processes.process_tree import ProcessId, cleans_up, descendants, exhausted_files_limit
 from autotune.processes.shared_memory import remove_left_by
 from autotune.processes.wire import (
     CHANNEL_CLOSED_STATUS,
@@ -47,7 +47,7 @@ _KILL_SECONDS = 30.0
 _SHOW_WHERE_SECONDS = 5.0
 """For a hanging trial to print its stack, which takes a moment unless others hold all cores."""
 _CLEANING_SECONDS = 10.0
-"""For a resource tracker, once all that it works for are dead; as that."""
+"""For such a helper, once all that it works for are dead; as that."""
 _OUTPUT_WATCH_MILLISECONDS = 500
 """How often the size of a running trial's output is looked at."""
 
@@ -57,6 +57,7 @@ class _RunningTrial:
     pid: int
     report_descriptor: int
     output_path: str
+    sockets_path: str | None
     exited: bool = False
     reports_open: bool = True
     unread: bytes = b""
@@ -182,6 +183,7 @@ class Server:
             hello.working_directory,
             message.output_path,
             message.result_path,
+            sockets.make_directory(),
         )
         report_read, report_write = os.pipe()
         os.set_blocking(report_read, False)
@@ -190,7 +192,7 @@ class Server:
         if pid == 0:
             self._become_trial(order, report_write, server)
         os.close(report_write)
-        self._trial = _RunningTrial(pid, report_read, order.output_path)
+        self._trial = _RunningTrial(pid, report_read, order.output_path, order.sockets_path)
 
     def _prepare_compiler(self, request: TrialRequest, hello: Hello) -> None:
         """Before the first trial that compiles, where it is forked."""
@@ -274,13 +276,13 @@ class Server:
 
     def _kill_all(self) -> tuple[int, ...]:
         """Kills all that descends from us, however it tried to leave, and waits until it is gone, with what it left in
-        /dev/shm. Returns what would not die."""
+        /dev/shm and its sockets. Returns what would not die."""
         deadline = time.monotonic() + _KILL_SECONDS
         cleaned_by = deadline
         killed: set[int] = set()
         while (below := descendants(os.getpid(), except_below=self._kept)) and time.monotonic() < deadline:
-            # semaphores and shared memory of Python's own are removed by the tracker, when the others are gone
-            victims = [process.pid for process in below if not is_resource_tracker(process.pid)]
+            # what is shared by name, Python's or torch's, is removed by a helper of theirs when the others are gone
+            victims = [process.pid for process in below if not cleans_up(process.pid)]
             if victims:
                 cleaned_by = time.monotonic() + _CLEANING_SECONDS
             elif time.monotonic() > cleaned_by:
@@ -296,6 +298,7 @@ class Server:
         if self._trial is not None:
             self._trial.processes |= {*killed, self._trial.pid}
             remove_left_by(self._trial.processes, self._trial.started_at)
+            sockets.remove_directory(self._trial.sockets_path)
         return tuple(process.pid for process in below)
 
 

@@ -126,6 +126,7 @@ class TrialOrder:
     working_directory: str
     output_path: str
     result_path: str
+    sockets_path: str | None
 
 
 class Channel:

@@ -149,6 +149,13 @@ def test_shared_memory_of_a_trial_is_removed(pool, request_for, behaviour):
     assert not [path for path in paths if os.path.exists(path)]
 
 
+@pytest.mark.parametrize("behaviour", ["leave_sockets_of_workers", "leave_sockets_of_torchs_managers"])
+def test_sockets_of_a_trial_are_removed(pool, request_for, behaviour):
+    directories = pool.run(request_for(behaviour)).soak.findings
+    assert len(directories) >= 1
+    assert not [path for path in directories if os.path.exists(path)]
+
+
 def test_ctrl_c_kills_the_trial_and_passes_through(pool, request_for, children):
     def interrupt(phase):
         if phase == "measure":

@@ -16,6 +16,7 @@ import sys
 import time
 from multiprocessing.shared_memory import SharedMemory
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -264,6 +265,32 @@ def leave_shared_memory_of_workers(request):
     return found(*(f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before))
 
 
+def leave_sockets_of_workers(request):
+    """Both workers are alive at the end, and listen for who wants their tensors."""
+    global KEPT_BATCHES
+    KEPT_BATCHES = iter(DataLoader(Broken(None), batch_size=4, num_workers=2))
+    next(KEPT_BATCHES)
+    return directories_of_sockets(lambda: [psutil.Process(worker.pid) for worker in KEPT_BATCHES._workers])
+
+
+def leave_sockets_of_torchs_managers(request):
+    """Each process that has files in shared memory has one."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    global KEPT_BATCHES
+    KEPT_BATCHES = iter(DataLoader(Broken(None), batch_size=4, num_workers=2))
+    next(KEPT_BATCHES)
+    ours = psutil.Process(os.getppid())
+    return directories_of_sockets(lambda: [one for one in ours.children(recursive=True) if "torch_shm" in one.name()])
+
+
+def directories_of_sockets(processes):
+    """Of those that listen; waits until one does."""
+    paths = set()
+    while not paths:
+        paths = {socket.laddr for one in processes() for socket in one.net_connections("unix") if socket.laddr}
+    return found(*{os.path.dirname(path) for path in paths})
+
+
 def leave_python_memory(request):
     """A named block and a named semaphore, as spawned workers and data sets in shared memory have."""
     before = set(os.listdir("/dev/shm"))
@@ -340,6 +367,8 @@ BEHAVIOURS = [
     kill_the_server,
     leave_shared_memory,
     leave_shared_memory_of_workers,
+    leave_sockets_of_workers,
+    leave_sockets_of_torchs_managers,
     leave_python_memory,
     write_to_a_full_disk,
     use_up_files,
