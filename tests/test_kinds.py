@@ -223,7 +223,7 @@ def in_twos() -> DataLoader[Any]:
 @pytest.mark.parametrize(
     ("data_fn", "batch_fixed", "workers_fixed"),
     [
-        (lambda: DataLoader(Stream(), batch_size=8), "", "the same samples in every worker"),
+        (lambda: DataLoader(Stream(), batch_size=8), "", "workers that are seeded alike get the same samples"),
         (lambda: DataLoader(SetUpInWorkers(), batch_size=8, worker_init_fn=set_up), "", ""),
         (in_twos, "a batch_sampler of its own (BatchSampler)", ""),
         (lambda: DataLoader([_stacked([Rows()[0]] * 8)] * 3, batch_size=None), "batch_size=None", ""),

@@ -184,5 +184,8 @@ def spaces_document(summaries: Mapping[str, str]) -> Document:
     """The presets that --space takes, by name."""
     return (
         Lines("Search spaces", tuple(f"{name}: {summary}" for name, summary in summaries.items())),
-        Sentence("Use one with --space NAME, or a file of your own with --space FILE.toml."),
+        Sentence(
+            "Use one with --space NAME; or, with --space FILE.toml, a file of your own: a table [knobs] with lines such as "
+            'precision = "all" and batch_size = [16, 32]. Knobs that it leaves out stay as they are.'
+        ),
     )

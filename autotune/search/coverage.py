@@ -131,13 +131,14 @@ def _untried(
     """One sentence for each reason that there is."""
     tried = tried_knobs(results)
     savers, hopeless, missed = [], [], []
+    for_speed = results.settings.objective != "memory"
     for knob in knobs:
         usable = [value for value in _usable(results, chosen, knob) if not _ran(results.trials, knob, value)]
         if knob.name in tried:
             missed += [settings_text({knob.name: value}) for value in _better(results, chosen, knob, usable)]
-        elif knob.only_saves_memory and results.settings.objective != "memory" and not _memory_lacked(results):
+        elif knob.only_saves_memory and for_speed and not _memory_lacked(results):
             savers.append(knob.name)
-        elif usable and not _is_count(usable[0]) and not _better(results, chosen, knob, usable):
+        elif usable and for_speed and not _is_count(usable[0]) and not _better(results, chosen, knob, usable):
             hopeless.append(knob.name)
         elif usable:
             missed.append(knob.name)

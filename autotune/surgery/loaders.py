@@ -147,7 +147,8 @@ def workers_fixed_reason(loader: DataLoader[Any], fresh_datasets: tuple[Any, Any
         return f"the IterableDataset does not run in a worker ({type(error).__name__}: {error})"
     if not shards:
         return (
-            "the IterableDataset gives the same samples in every worker: split it by torch.utils.data.get_worker_info()"
+            "workers that are seeded alike get the same samples from the IterableDataset: split it by "
+            "torch.utils.data.get_worker_info(), or seed by its id, in __iter__, what is drawn at random"
         )
     return None
 

@@ -113,3 +113,9 @@ def test_a_part_of_what_was_confirmed_and_not_taken_has_no_better_figure_of_its_
     told = recommended(started().add(BF16, 1000.0).add(both, 1190.0).rounds(both, [950], [1000])).other_settings
     assert starting(told, "measured again beside your settings, and not taken: ").count("fused") == 1
     assert starting(told, "tried, and left out, ").endswith(": precision=bf16 (1.00x)")
+
+
+def test_where_less_memory_is_the_aim_what_saves_it_is_missed_for_lack_of_time() -> None:
+    told = recommended(started(), objective="memory").other_settings
+    assert "activation_checkpointing" in starting(told, "not tried, for lack of time: ")
+    assert not any(one.startswith("not tried, since nothing faster") for one in told)

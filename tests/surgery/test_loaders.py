@@ -219,7 +219,10 @@ def test_why_a_batch_size_is_fixed() -> None:
     )
 
 
-UNSHARDED = "the IterableDataset gives the same samples in every worker: split it by torch.utils.data.get_worker_info()"
+UNSHARDED = (
+    "workers that are seeded alike get the same samples from the IterableDataset: split it by "
+    "torch.utils.data.get_worker_info(), or seed by its id, in __iter__, what is drawn at random"
+)
 
 
 @pytest.mark.parametrize(
