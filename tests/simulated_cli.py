@@ -1,7 +1,7 @@
 """The command line over a simulated machine, as a process that starts at once: for tests that end it in many ways.
 
-Everything is real but the trials: the console script, the wiring, the study on disk. A process that has imported it all
-is forked for each call, so that a call costs its search alone.
+Everything is real but the trials and the clock, which stands still: the console script, the wiring, the study on disk. A
+process that has imported it all is forked for each call, so that a call costs its search alone.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
 
-from autotune import cli, sessions
+from autotune import __main__, cli, sessions
 from autotune.records import Phase, TrialAnswer, TrialRequest
+from autotune.search.budget import Budget
 from autotune.space import build_space
 from tests.knobs.search_facts import cpu_facts
 from tests.search.simulated_machine import SimulatedMachine
 from tests.search.simulated_programs import SCENARIOS
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 400.0
 PROGRAM = "def model_fn(): ...\ndef data_fn(): ...\n"
 SIMULATED = SCENARIOS["tables on a CPU"].program
 
@@ -123,8 +125,25 @@ def _search(
         os.dup2(os.open(name, os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     SimulatedPool.ending = ending
     sessions.TrialPool = SimulatedPool  # type: ignore[assignment, misc]
+    # Of a busy machine's time the search itself would take much, and of the simulated one's the trials take none.
+    sessions.Budget = partial(Budget, clock=lambda: 0.0)  # type: ignore[assignment, misc]
     sqlite3.connect = _killing(killed_at_statement)  # type: ignore[assignment]
-    return cli.main(["search", "train.py", "--device", "cpu", "--study", "here", "--space", "quick", *arguments])
+    sys.argv[1:] = ["search", "train.py", "--device", "cpu", "--study", "here", "--space", "quick", *arguments]
+    cli.main = _hearing_ctrl_c(cli.main)
+    return __main__.main()
+
+
+def _hearing_ctrl_c(command: Callable[[], int]) -> Callable[[], int]:
+    """The command in a process that hears no Ctrl-C else: one that comes earlier waits."""
+
+    def heard() -> int:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            return command()
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    return heard
 
 
 def _killing(at: int) -> Callable[..., sqlite3.Connection]:
@@ -153,6 +172,7 @@ def _serve() -> None:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     optuna.create_study(storage="sqlite://", study_name="first")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid, began = 0, 0.0
     for line in sys.stdin:
         request = json.loads(line)

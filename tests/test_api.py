@@ -24,13 +24,14 @@ from autotune.workload import workload_from_target
 from tests.running_search import TINY_PROGRAM
 
 WITHOUT_GUARD = (
-    "import autotune\n"
+    "import time\nbegan = time.monotonic()\nimport autotune\n"
     + TINY_PROGRAM
     + """
 print("the script starts", flush=True)
+budget = min(230, max(40, 20 * (time.monotonic() - began)))  # by what importing torch takes on so busy a machine
 closed_over = [loss_fn, 1.0]
 best = autotune.fit(
-    model_fn, data_fn, loss_fn=lambda model, batch: closed_over[0](model, batch) * closed_over[1], budget=60, trials=2,
+    model_fn, data_fn, loss_fn=lambda model, batch: closed_over[0](model, batch) * closed_over[1], budget=budget, trials=2,
     space="quick", only=("optimizer_impl",), study="here", quiet=True,
 )
 print(best.recommendation.verdict)
@@ -52,7 +53,7 @@ def python(source: str, directory: Path) -> subprocess.CompletedProcess[str]:
     (directory / "script.py").write_text(source)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     return subprocess.run(
-        [sys.executable, "script.py"], cwd=directory, env=environment, capture_output=True, text=True, timeout=150,
+        [sys.executable, "script.py"], cwd=directory, env=environment, capture_output=True, text=True, timeout=400,
         check=False,
     )  # fmt: skip
 
@@ -190,7 +191,7 @@ def test_a_file_that_cannot_be_imported_shows_the_users_frame_alone(tmp_path: Pa
     (tmp_path / "broken.py").write_text(TINY_PROGRAM + "\nimport no_such_module\n")
     ended = subprocess.run(
         [sys.executable, "-m", "autotune.cli", "search", "broken.py", "--study", "here"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     told = [line for line in ended.stderr.splitlines() if not line.startswith(("stage", "note"))]
@@ -204,7 +205,7 @@ def test_a_budget_that_holds_no_search_says_what_would(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY_PROGRAM)
     ended = subprocess.run(
         [sys.executable, "-m", "autotune.cli", "search", "tiny.py", "--budget", "1s", "--study", "here"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     told = ended.stderr.splitlines()[-1]
@@ -223,7 +224,7 @@ def test_check_and_memory_answer_without_a_study(tmp_path: Path) -> None:
     for command, expected in (("check", "Your program is understood"), ("memory", "It fits: your batch is 16")):
         ended = subprocess.run(
             [sys.executable, "-m", "autotune.cli", command, "tiny.py"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr
         assert expected in ended.stdout

@@ -30,7 +30,7 @@ def run(tmp_path):
     def run_program(source, command, *options):
         (tmp_path / "program.py").write_text(textwrap.dedent(LINEAR) + textwrap.dedent(source))
         arguments = [sys.executable, "-m", "autotune.cli", command, "program.py", *options]
-        return subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
 
     return run_program
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -286,11 +286,12 @@ def test_help_and_lists_are_quick_and_import_no_torch() -> None:
         "assert not heavy, heavy"
     )
     for argv in (["--help"], ["search", "--help"], ["--version"], ["knobs"], ["spaces"]):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout
-        assert time.perf_counter() - began < 5  # half a second on an idle machine; importing torch takes longer than 5
+        # A third of a second, of the processor's own time: a busy machine makes it little longer.
+        assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 3
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------
@@ -344,5 +345,5 @@ def test_a_reader_that_has_seen_enough_is_no_complaint() -> None:
 @pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
 def test_streams_that_are_closed_lead_nowhere(closed: str) -> None:
     command = f'"{sys.executable}" -m autotune.cli spaces {closed}'
-    ended = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=400, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

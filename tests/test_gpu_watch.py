@@ -73,7 +73,7 @@ def watched(card: Card, *later: dict[str, Any]) -> tuple[str, ...]:
             for name, value in change.items():
                 setattr(card, name, value)
             for _ in range(4):
-                assert samples.acquire(timeout=10)
+                assert samples.acquire(timeout=300)
     return watch.notes()
 
 
@@ -97,7 +97,7 @@ def test_slowdowns_are_told_with_their_share_and_the_clock(reason: int, words: s
 @pytest.mark.parametrize("same_numbers", [True, False])
 def test_other_processes_are_told_and_our_own_are_not(monkeypatch: pytest.MonkeyPatch, same_numbers: bool) -> None:
     monkeypatch.setattr(gpu_watch, "pids_are_meaningful", lambda: same_numbers)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(6000)"])
     try:
         handle_only = Used(2, 10 * MIB)
         stranger = Used(1, 700 * MIB)
@@ -111,7 +111,7 @@ def test_other_processes_are_told_and_our_own_are_not(monkeypatch: pytest.Monkey
 
 def test_our_own_process_that_is_listed_after_its_end_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_watch, "pids_are_meaningful", lambda: True)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(6000)"])
     card = Card(processes=[Used(child.pid, 900 * MIB)])
     nvml: Any = Nvml(card)
     with GpuWatch(nvml=nvml, samples_per_second=0.01) as watch:
@@ -141,7 +141,7 @@ def test_the_watch_ends_with_its_block_and_soon() -> None:
     with GpuWatch(nvml=Nvml(Card()), samples_per_second=0.01):
         assert threading.active_count() == threads + 1
     assert threading.active_count() == threads
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "it waited for the next sample"
 
 
 def test_a_reason_of_the_hardware_is_told_once() -> None:
@@ -155,7 +155,9 @@ def test_what_came_before_the_timed_part_does_not_count() -> None:
         while not watch.slowed_down():
             time.sleep(0.001)
         card.reasons = 0
-        time.sleep(0.01)  # a sample that is being taken ends
+        before = watch._seen.samples
+        while watch._seen.samples < before + 2:  # the one that is being taken may have seen what was
+            time.sleep(0.001)
         watch.restart()
         while watch.slow_share() == 0 and watch._seen.samples < 5:
             time.sleep(0.001)

@@ -17,7 +17,7 @@ from autotune.result import TuningResult
 from autotune.search.study import stored_records
 from autotune.search.watcher import CallbackFailed, CallingWatcher
 from tests.report import sample_records
-from tests.running_search import TINY_PROGRAM
+from tests.running_search import DEADLINE_SECONDS, TINY_PROGRAM
 from tests.search.simulated_search import RememberingWatcher
 
 OPTIONS = 'loss_fn=loss_fn, budget="5m", space="quick", study="here", quiet=True, on_trial=told'
@@ -84,7 +84,7 @@ def stopped_after(said: str, source: str, directory: Path) -> list[str]:
             process.send_signal(signal.SIGINT)
             said = "nothing further"
     errors = process.stderr.read()
-    assert process.wait(60) == 0, errors
+    assert process.wait(DEADLINE_SECONDS) == 0, errors
     assert "Traceback" not in errors
     return lines
 

@@ -14,7 +14,7 @@ from autotune.errors import UserError
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, PhaseTimeouts, TrialAnswer, TrialRequest
 from autotune.workload import workload_from_target
-from tests.running_search import TINY_PROGRAM, RunningSearch, gone
+from tests.running_search import DEADLINE_SECONDS, TINY_PROGRAM, RunningSearch, gone
 
 INCONSIDERATE = """
 import atexit, os, signal, sys, threading, time
@@ -79,9 +79,9 @@ def pool(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tria
         made = TrialPool(workload_from_target(str(place / "program.py")), tmp_path_factory.mktemp("logs"))
     made.start()
     yield made
-    began = time.monotonic()
+    (server,) = made._servers.values()
     made.close()
-    assert time.monotonic() - began < 20, "the program's threads or handlers were waited for"
+    assert server._process.returncode == 0, "the program's threads or handlers were waited for, until it was killed"
 
 
 def trial_that_does(place: Path, pool: TrialPool, where: str, what: str, workers: int = 0) -> TrialAnswer:
@@ -91,7 +91,7 @@ def trial_that_does(place: Path, pool: TrialPool, where: str, what: str, workers
     return pool.run(
         TrialRequest(
             kind="facts", config=TrainingConfig({}), conditions=Conditions(device="cpu", global_batch_size=None),
-            timeouts=PhaseTimeouts(build_seconds=100, compile_seconds=100, measure_seconds=100),
+            timeouts=PhaseTimeouts(build_seconds=400, compile_seconds=400, measure_seconds=400),
         )
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ ctypes.PyDLL(None).sleep(615)  # in native code, which hears no signal of Python
 def test_ctrl_c_does_not_wait_for_the_import(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_TO_IMPORT)
     search = RunningSearch("search", "slow.py", "--study", "here", directory=tmp_path)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not (tmp_path / "importing").exists():
         assert time.monotonic() < deadline and search.process.poll() is None, search.errors
         time.sleep(0.02)
@@ -175,6 +175,8 @@ def test_ctrl_c_does_not_wait_for_the_import(tmp_path: Path) -> None:
     search.interrupt()
     began = time.monotonic()
     assert search.end() == 130
-    assert time.monotonic() - began < 10  # a tenth of a second, on an idle machine
+    assert time.monotonic() - began < 35, (
+        "it waited for the import, until that was killed"
+    )  # a tenth of a second, if idle
     assert search.lines[-1].startswith("autotune: interrupted; nothing was measured yet")
-    assert gone(started, within_seconds=1.0)
+    assert gone(started)

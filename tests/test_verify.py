@@ -136,7 +136,7 @@ def verified(place: Path, source: str, *arguments: str) -> tuple[subprocess.Comp
     (place / "temporary").mkdir(exist_ok=True)
     ended = subprocess.run(
         [sys.executable, "-m", "autotune.cli", "verify", "best.json", "--budget", "6s", *arguments],
-        cwd=place, env=environment, capture_output=True, text=True, timeout=150, check=False,
+        cwd=place, env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     return ended, tried.read_text().splitlines() if tried.exists() else []
 

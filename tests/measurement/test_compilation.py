@@ -49,4 +49,4 @@ def test_without_a_compiler_there_are_zeros_and_none_is_imported() -> None:
         "assert compile_counts() == CompileCounts(0, 0, 0)\n"
         "assert ('torch._dynamo.utils' in sys.modules) == loaded\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)

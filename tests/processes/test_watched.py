@@ -1,6 +1,6 @@
 """Measurements on a GPU say what disturbed them, and are made once more where it was heat."""
 
-import time
+import threading
 
 import pytest
 
@@ -14,36 +14,55 @@ from tests.report.sample_records import measurement
 HEAT = 0x40
 
 
-class Pool:
-    """Trials that take some milliseconds in which the card does what it is told to."""
+class CountingNvml(Nvml):
+    """Tells of each sample."""
 
-    def __init__(self, card, *reasons, failing=()):
-        self.card, self.reasons, self.failing = card, list(reasons), failing
+    def __init__(self, card):
+        super().__init__(card)
+        self.samples = threading.Semaphore(0)
+
+    def nvmlDeviceGetClockInfo(self, card, kind):  # noqa: N802
+        self.samples.release()
+        return card.clock
+
+
+class Pool:
+    """Trials in which the card does what it is told to, each thing for some samples where it is watched."""
+
+    def __init__(self, nvml, *reasons, watched, failing=()):
+        self.nvml, self.reasons, self.failing, self.watched = nvml, list(reasons), failing, watched
+        (self.card,) = nvml.cards
         self.asked = 0
         self.closed = False
 
     def run(self, request, on_phase=None):
         self.asked += 1
         self.card.reasons = HEAT  # while it is built and compiled, which is not timed
-        time.sleep(0.02)
+        self.let_look()
         timed, resident = self.reasons.pop(0)
         for phase, reasons in (("measure", timed), ("measure", resident)):
             self.card.reasons = reasons
             if on_phase is not None:
                 on_phase(phase)
-            time.sleep(0.05)
+            self.let_look()
         if self.asked in self.failing:
             return TrialAnswer(failure=Failure(kind="crash", phase="measure", message="died"), seconds=1.0)
         return TrialAnswer(measurement=measurement(samples_per_second=float(self.asked)), seconds=1.0)
+
+    def let_look(self):
+        while self.nvml.samples.acquire(blocking=False):
+            """Those of what was before."""
+        for _ in range(5 if self.watched else 0):
+            assert self.nvml.samples.acquire(timeout=300)
 
     def close(self):
         self.closed = True
 
 
 def ask(*reasons, kind="measure", device="cuda", failing=(), heard=None):
-    card = Card()
-    pool = Pool(card, *reasons, failing=failing)
-    backend = WatchedBackend(pool, lambda: GpuWatch(nvml=Nvml(card), samples_per_second=500))
+    nvml = CountingNvml(Card())
+    pool = Pool(nvml, *reasons, watched=(kind, device) == ("measure", "cuda"), failing=failing)
+    backend = WatchedBackend(pool, lambda: GpuWatch(nvml=nvml, samples_per_second=500))
     conditions = Conditions(device=device, global_batch_size=None)
     request = TrialRequest(kind=kind, config=TrainingConfig({}), conditions=conditions)
     answer = backend.run(request, None if heard is None else heard.append)
