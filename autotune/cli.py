@@ -192,7 +192,7 @@ def _search(arguments: argparse.Namespace, load_api: LoadApi) -> int:
         with LiveView(sys.stderr) as watcher:
             recommendation = load_api().search(workload, options, watcher).recommendation
     except SearchInterrupted as interruption:
-        kept = "nothing was measured yet" if interruption.result is None else "the best so far is kept"
+        kept = "nothing new was measured" if interruption.result is None else "the best so far is kept"
         print(f"autotune: interrupted; {kept}, and the same command goes on where this one stopped", file=sys.stderr)
         if interruption.result is None:
             return INTERRUPTED

@@ -42,7 +42,7 @@ class SearchInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, result: TuningResult | None, saved_as: Path | None = None) -> None:
-        kept = "nothing was measured yet"
+        kept = "nothing new was measured"
         if result is not None:
             kept = f'the best so far is in `.result` of this exception, and kept: autotune.load("{saved_as}")'
         super().__init__(f"the search was interrupted; {kept}. The same call goes on where this one stopped")

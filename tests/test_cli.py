@@ -158,7 +158,7 @@ def test_an_interrupted_search_without_a_baseline_says_so(program: str, capsys: 
     assert outcome(RecordedApi(SearchInterrupted(None)), "search", program) == 130
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "autotune: interrupted; nothing was measured yet" in printed.err
+    assert "autotune: interrupted; nothing new was measured" in printed.err
 
 
 def test_a_plain_interrupt_is_no_traceback(program: str, capsys: pytest.CaptureFixture[str]) -> None:

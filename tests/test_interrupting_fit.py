@@ -112,7 +112,7 @@ def test_a_search_in_a_thread_is_stopped_by_its_callback_which_loses_nothing(tmp
 
 def test_an_interrupt_before_the_first_measurement_says_so() -> None:
     assert str(SearchInterrupted(None)) == (
-        "the search was interrupted; nothing was measured yet. The same call goes on where this one stopped"
+        "the search was interrupted; nothing new was measured. The same call goes on where this one stopped"
     )
     assert SearchInterrupted(TuningResult(sample_records.recommendation())).result is not None
 

@@ -133,7 +133,7 @@ def test_before_the_baseline_ran_there_is_nothing_to_keep(cli: SimulatedCli, at:
     ended = cli.run(tmp_path, *ARGUMENTS, ending=(signal.SIGTERM, at))
     assert ended.exit_code == 143
     assert ended.output == ""
-    assert ended.errors.splitlines()[-1].startswith("autotune: interrupted; nothing was measured yet")
+    assert ended.errors.splitlines()[-1].startswith("autotune: interrupted; nothing new was measured")
     assert not (tmp_path / "here" / "best.json").exists()
 
 

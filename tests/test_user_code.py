@@ -178,5 +178,5 @@ def test_ctrl_c_does_not_wait_for_the_import(tmp_path: Path) -> None:
     assert time.monotonic() - began < 35, (
         "it waited for the import, until that was killed"
     )  # a tenth of a second, if idle
-    assert search.lines[-1].startswith("autotune: interrupted; nothing was measured yet")
+    assert search.lines[-1].startswith("autotune: interrupted; nothing new was measured")
     assert gone(started)
