@@ -41,6 +41,8 @@ class Floors:
         self._reference, self._config, self._conditions = reference, config, conditions
         self._users_precision, self._notes = users_precision, notes
         self._measured: dict[tuple[Any, ...], list[Difference]] = {}
+        self.unlike_itself = 0.0
+        """What the program was last seen to differ from itself by, over all gradients."""
 
     @property
     def own_roundings(self) -> set[str]:
@@ -106,7 +108,7 @@ class Floors:
             if not is_out_of_memory(error):
                 raise
             return allowed  # the candidate's process holds memory that it cannot give back
-        off = max(step.gradients.relative_error for step in again)
+        off = self.unlike_itself = max(step.gradients.relative_error for step in again)
         if not off > SAME_AGAIN:
             return allowed if self.roundings else wider(allowed, allowance([inexact(rounding="float32")]))
         self._notes.append(

@@ -13,7 +13,7 @@ import torch
 from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import batch_knob
 from autotune.measurement.determinism import HIGHEST, Precision, batch_norms_evaluated, dropout_off, is_batch_norm
-from autotune.measurement.floors import Floors
+from autotune.measurement.floors import LARGEST_REPEAT, Floors
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
 from autotune.measurement.reference import Reference
@@ -242,7 +242,10 @@ class _Check:
                 f"{found.missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
                 "of larger batches"
             )
-        if found.relative_error > allowance().tolerance:
+        if found.relative_error <= allowance().tolerance:
+            return ""
+        again = difference(expected, self.reference.step(batches, evaluated_norms=True)).gradients
+        if found.relative_error > again.relative_error:
             self.notes.append(
                 f"your program in fp32 gives another gradient for {size} samples at once than for the same in batches of "
                 f"{own}, by {found.relative_error:.2g}: its loss couples the samples of a batch, or its model treats "
@@ -295,6 +298,12 @@ class _Check:
             # How far rounding moves a small tensor is chance: what is rejected was held to more than one throw of the dice.
             allowed = wider(allowed, self._allowance_again(expected, taken, further=True))
             reason = fault(steps, allowed, pieces)
+        if reason and self.floors.unlike_itself > LARGEST_REPEAT:
+            reason = (
+                f"nothing can be told: the user's own program, run twice from the same weights on the same samples, gives "
+                f"gradients that differ by {self.floors.unlike_itself:.2g}, so something that they depend on is in no "
+                f"state_dict(), such as numbers that model_fn draws anew ({reason})"
+            )
         return self._record(reason or updates_fault, steps, changes, allowed, windows)
 
     def _allowance_again(self, expected: Run, windows: list[Window], *, further: bool) -> Allowance:
@@ -326,7 +335,7 @@ class _Check:
             self.training = self._built_again()
         self.phase("compile")
         training = self.training
-        restore(training.model, self.reference.weights)
+        restore(training, self.reference.weights)
         frozen = frozen_samples(training)
         with self._without_dropout(training):
             steps = differences(expected.steps, run_steps(training, windows, 1, expected.steps))
@@ -344,7 +353,7 @@ class _Check:
         self._let_reference_go()
         training = self._built_again()
         self.phase("compile")
-        restore(training.model, self.reference.weights)
+        restore(training, self.reference.weights)
         with self._without_dropout(training), batch_norms_evaluated(training.model):
             (found,) = differences([expected], run_steps(training, windows, 1))
         del training

@@ -32,6 +32,7 @@ from autotune.measurement.runs import (
     restore,
     run_steps,
     run_windows,
+    state,
 )
 from autotune.measurement.seeds import Means, run_seeds
 from autotune.records import Conditions
@@ -147,7 +148,7 @@ class Reference:
         buffers come or grow while it runs takes the first weights no more.
         """
         assert self._latest is not None
-        if _shapes(self._latest.model.state_dict()) != _shapes(self.weights):
+        if _shapes(state(self._latest)) != _shapes(self.weights):
             return
         self._reusable = self._latest
 
@@ -191,9 +192,9 @@ class Reference:
             if self._is_stateless and not updates:
                 self._reusable = training
         if self.weights:
-            restore(training.model, self.weights)
+            restore(training, self.weights)
         else:
-            self.weights = copied(training.model.state_dict(), self._place)
+            self.weights = copied(state(training), self._place)
         norms = batch_norms_evaluated(training.model) if evaluated_norms else nullcontext()
         with precision.applied(), eager(), norms, dropout_off(training.model, self._dropout):
             yield training
@@ -208,8 +209,8 @@ def _one_step(training: Training, window: Window, seed: int, place: Place) -> St
     return step
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: getattr(value, "shape", None) for name, value in state.items()}
+def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in values.items()}
 
 
 def _changed(window: Window, function: Callable[[torch.Tensor], torch.Tensor]) -> Window:

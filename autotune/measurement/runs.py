@@ -100,7 +100,7 @@ def run_steps(training: Training, windows: list[Window], seed: int, teacher: Seq
     every window is compared at the same weights, where nothing but its own rounding tells them apart, and what the
     optimizer makes of a gradient is seen apart from how the gradient came about.
     """
-    for parameter in training.model.parameters():
+    for parameter in named_parameters(training).values():
         parameter.grad = None
     for number, window in enumerate(windows):
         if number:
@@ -122,7 +122,7 @@ def _step(training: Training, window: Window) -> Step:
     loss, skipped = _finite_gradients(training, window)
     drawn = random_state()
     return Step(
-        gradients={name: parameter.grad for name, parameter in training.model.named_parameters()},
+        gradients={name: parameter.grad for name, parameter in named_parameters(training).items()},
         buffers=dict(training.model.named_buffers()),
         loss=float(loss),
         skipped=skipped,
@@ -148,16 +148,16 @@ def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor,
     """
     if training.scaler is None:
         return training.accumulate(fresh(window)), 0
-    buffers = copied(dict(training.model.named_buffers()), None)
+    buffers, parameters = copied(dict(training.model.named_buffers()), None), named_parameters(training)
     for skipped in range(SCALER_TRIES):
         loss = training.accumulate(fresh(window))
-        if first_not_finite({name: parameter.grad for name, parameter in training.model.named_parameters()}) is None:
+        if first_not_finite({name: parameter.grad for name, parameter in parameters.items()}) is None:
             return loss, skipped
         if not math.isfinite(float(loss)):
             return loss, skipped  # the loss comes before the scale: no scale mends it
         # As the scaler itself would, but without a step that a scheduler counts.
         training.scaler.update(training.scaler.get_scale() * training.scaler.get_backoff_factor())
-        for parameter in training.model.parameters():
+        for parameter in parameters.values():
             parameter.grad = None
         for name, buffer in training.model.named_buffers():
             buffer.copy_(buffers[name])
@@ -170,7 +170,7 @@ def _take_up(training: Training, teacher: Step) -> None:
     A gradient that only one of them has stays as it is: weight decay acts on zeros and not on None.
     """
     scale = _scale(training)
-    for name, parameter in training.model.named_parameters():
+    for name, parameter in named_parameters(training).items():
         wanted = teacher.gradients[name]
         if wanted is None or parameter.grad is None:
             continue
@@ -245,8 +245,34 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def restore(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Gives a model the weights. An expanded tensor, which nothing can write to, stays as `model_fn` made it."""
+def named_parameters(training: Training) -> dict[str, torch.Tensor]:
+    """Those of the model, and those that the optimizer has beside them: a loss may have parameters of its own."""
+    return {**dict(training.model.named_parameters()), **_outside(training)}
+
+
+def _outside(training: Training) -> dict[str, torch.Tensor]:
+    known = {id(parameter) for parameter in training.model.parameters()}
+    groups = training.optimizer.param_groups
+    outside = [parameter for group in groups for parameter in group["params"] if id(parameter) not in known]
+    return {f"parameter {number} outside the model": parameter for number, parameter in enumerate(outside)}
+
+
+def state(training: Training) -> dict[str, Any]:
+    """What runs start from: the model's state, and the parameters outside it, which two trainings may share."""
+    return {**training.model.state_dict(), **_outside(training)}
+
+
+def restore(training: Training, start: Mapping[str, Any]) -> None:
+    """Gives a training what `state` gave of one."""
+    outside = _outside(training)
+    with torch.no_grad():
+        for name, parameter in outside.items():
+            parameter.copy_(start[name])
+    _load(training.model, {name: value for name, value in start.items() if name not in outside})
+
+
+def _load(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """An expanded tensor, which nothing can write to, stays as `model_fn` made it."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     expanded = {name for name, tensor in own.items() if tensor.layout == torch.strided and _is_expanded(tensor)}
     writable = {name: value for name, value in weights.items() if name not in expanded}
@@ -313,7 +339,7 @@ class ParameterChange:
 
 def _trained(training: Training) -> dict[str, torch.Tensor]:
     """Frozen ones may be large, sparse or of any type, and no update moves them."""
-    return {name: parameter for name, parameter in training.model.named_parameters() if parameter.requires_grad}
+    return {name: parameter for name, parameter in named_parameters(training).items() if parameter.requires_grad}
 
 
 def parameter_changes(reference: Run, training: Training) -> dict[str, ParameterChange]:

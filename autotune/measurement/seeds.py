@@ -75,7 +75,7 @@ def run_seeds(training: Training, weights: Mapping[str, Any], window: Window, se
     """
     means = Means()
     for seed in range(1, seeds + 1):
-        restore(training.model, weights)
+        restore(training, weights)
         (step,) = (kept(step, place) for step in run_steps(training, [window], seed))
         for name, gradient in step.gradients.items():
             means.gradients.setdefault(name, Mean()).add(gradient)

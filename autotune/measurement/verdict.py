@@ -172,7 +172,7 @@ def fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
         loss_tolerance *= LOSS_IN_ONE_STEP
     numbered = list(enumerate(steps, 1))
     return (
-        _first(_left_out(step) or _not_finite(step, number) for number, step in numbered)
+        _first(_left_out(step) or _not_finite(step, number, pieces) for number, step in numbered)
         or _gradient_fault(steps, allowed, pieces)
         or _tensor_fault(steps, allowed)
         or _first(
@@ -206,16 +206,21 @@ def _left_out(step: Difference) -> str:
     )
 
 
-def _not_finite(step: Difference, number: int) -> str:
+def _not_finite(step: Difference, number: int, pieces: int) -> str:
+    advice = "; what overflows must be computed in fp32"
+    if pieces > 1:
+        advice += (
+            f"; and a mean over a part of the samples, of which one of {pieces} micro-batches may have none, must be "
+            "returned as (loss_sum, weight) from loss_fn"
+        )
     if not math.isfinite(step.loss):
         return (
-            f"the loss of step {number} is {step.loss} here and {step.expected_loss:.4g} in the user's program; what "
-            "overflows must be computed in fp32"
+            f"the loss of step {number} is {step.loss} here and {step.expected_loss:.4g} in the user's program{advice}"
         )
     if math.isfinite(step.gradients.relative_error):
         return ""
     where = step.gradients.worst_parameter
-    return f"the gradient of {where} is not finite{_when(number)}; what overflows must be computed in fp32"
+    return f"the gradient of {where} is not finite{_when(number)}{advice}"
 
 
 def _when(number: int) -> str:

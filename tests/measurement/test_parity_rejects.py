@@ -224,6 +224,17 @@ def test_a_sum_is_no_mean_however_far_random_numbers_move_its_gradient() -> None
     assert_rejected(result, r"the loss is a sum, or .*\. Return \(loss_sum, weight\)")
 
 
+def test_a_mean_over_what_a_micro_batch_has_none_of_says_what_to_return() -> None:
+    def over_a_few(model: nn.Module, batch: Any) -> torch.Tensor:
+        counts = batch[0][:, 0] > 0
+        return nn.functional.mse_loss(model(batch[0])[counts], batch[1][counts])
+
+    result = parity(program(loss_fn=over_a_few), **{**SPLIT, "batch_size": 1})
+    assert_rejected(
+        result, r"is nan here .* one of 8 micro-batches may have none, must be returned as \(loss_sum, weight\)"
+    )
+
+
 def test_a_loss_that_couples_the_samples_is_rejected_where_they_are_split() -> None:
     assert_passed(parity(program(wide, loss_fn=contrastive)))
     assert_rejected(parity(program(wide, loss_fn=contrastive), **SPLIT), "couples the samples of a batch")
