@@ -16,9 +16,14 @@ DIVIDE = (
     "    if parameter.grad is not None:",
     "        parameter.grad.div_(DIVISOR)",
 )
+OWN_ARGUMENTS = (
+    "arguments = sys.argv[1:]",
+    'if __name__ == "__main__":',
+    "    del sys.argv[1:]  # a program that is imported may read arguments, and these are not its",
+)
 MAIN = """
 if __name__ == "__main__":
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    steps = int(arguments[0]) if arguments else 100
     for step, loss in zip(range(1, steps + 1), train()):
         if step % 10 == 0 or step == steps:  # not each: to read a loss is to wait for the device
             print(f"step {step}: loss {float(loss):.6f}")

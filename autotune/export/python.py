@@ -58,7 +58,7 @@ class _Script:
         self.counts_samples = self.micro_batches > 1 and not self.workload.loss_weighted
 
     def text(self) -> str:
-        functions = _user_functions(self.recommendation.reference)
+        functions = [*pieces.OWN_ARGUMENTS, *_user_functions(self.recommendation.reference)]
         body = [
             *self._setup(),
             *self._loader(),

@@ -249,6 +249,18 @@ def test_a_file_whose_name_cannot_be_imported_is_loaded_by_its_path(tmp_path: Pa
     assert losses_of_scripts([export(recommendation)], tmp_path) == [expected]
 
 
+def test_a_program_that_reads_arguments_is_not_given_those_of_the_script(tmp_path: Path) -> None:
+    program = tmp_path / "reads.py"
+    reading = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
+    program.write_text((PROGRAMS / "bare.py").read_text())
+    recommendation, _ = recommendation_for(program, Conditions(device="cpu", global_batch_size=None))
+    program.write_text(reading + program.read_text())
+    script = tmp_path / "plain.py"
+    script.write_text(export(recommendation))
+    ran = subprocess.run([sys.executable, str(script), "3"], capture_output=True, text=True, check=False)
+    assert ran.stdout.startswith("step 3: loss "), ran.stderr
+
+
 def test_a_guarded_script_is_imported_and_an_unguarded_one_is_not(tmp_path: Path) -> None:
     """Importing a script that calls `fit` at its top level would start another search."""
     script = tmp_path / "tune.py"
