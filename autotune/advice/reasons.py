@@ -22,7 +22,8 @@ def reasons(
     """A sentence for each knob that differs from the baseline: what it does, and what trials showed of it.
 
     Evidence is a trial that changes this knob alone from the baseline, or one that is the recommended configuration
-    with this knob back at the baseline. A knob that was only tried together with others says so.
+    with this knob back at the baseline. A knob that was only tried together with others says so. The only change has the
+    figure of the recommendation itself, from all rounds: that of two trials would contradict it.
     """
     summaries = {knob.name: knob.summary for knob in knobs}
     changes = config.changes_from(baseline)
@@ -33,9 +34,11 @@ def reasons(
 
 
 def _evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
-    alone = _closest(trials, baseline.replace({name: config[name]}), baseline)
     without = config.replace({name: baseline[name]})
-    beside = _closest(trials, config, without) if without != baseline else None
+    if without == baseline:
+        return "the only change"
+    alone = _closest(trials, baseline.replace({name: config[name]}), baseline)
+    beside = _closest(trials, config, without)
     seen: list[str] = []
     if alone is not None:
         seen.append(f"{_ratio(*alone)} the speed alone (trial {alone[0].number})")
