@@ -402,6 +402,8 @@ class SoakResult(Record):
     allocator_retries: int
     last_samples_per_second: float | None = None
     """In the last third of it."""
+    lost_gradients: tuple[str, ...] = ()
+    """Parameters that had a gradient when it began and have none at its end."""
     findings: tuple[str, ...] = ()
     """What went wrong, one sentence each; empty when it held."""
 

@@ -31,6 +31,8 @@ WAITED_SHARE = 0.5
 """The loader is behind a fall where waiting for it explains so much of the time that was lost."""
 NOT_FINITE_BLOCKS = 3
 """Under a gradient scaler, losses that are not finite at the ends of so many blocks in a row are no accident."""
+WINDOWS_TO_FIND_GRADIENTS = 8
+"""What none of so many windows gives a gradient is left out for good: a branch may be taken rarely, or dropped by chance."""
 SAME_LOSS = 0.01
 """Two losses of the same step differ by less, whatever the order in which a GPU adds."""
 
@@ -45,7 +47,8 @@ class _Course:
     losses: list[float] = field(default_factory=list)
     fewest_samples: int = 0
     """In one step."""
-    steps: int = 1
+    steps: int = 2
+    """The first step, and one that showed which parameters have gradients, came before."""
 
     def thirds(self) -> tuple[float, float]:
         """Seconds per sample in the first and in the last third of the blocks."""
@@ -80,14 +83,18 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     check_workers(running.training, phase)
     phase("soak")
     counts = compile_counts()
+    trained = _with_gradients(running.training, running.first_window)
     course = _run_on(running, request)
     growth, retries = running.meter.growth_bytes_per_step(), _allocator_retries(running.meter.device)
+    lost = _lost_gradients(running, trained)
     # What follows may compile: other shapes, other modes.
     after: Phase = "compile" if running.training.parts.expects_compiled_graphs else "soak"
     phase(after)
     _end_a_pass(running, course)
     recompiles = compile_counts().graphs - counts.graphs
     findings = [leak(growth), course.fall()]
+    if lost:
+        findings.append(f"{lost[0]} had a gradient at first, and has none after {course.steps:,} steps")
     if retries:
         findings.append(f"the allocator had to free and retry {retries} times: it fits, but thrashes")
     if recompiles:
@@ -108,6 +115,7 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
         last_samples_per_second=1 / course.thirds()[1],
         growth_bytes_per_step=growth,
         allocator_retries=retries,
+        lost_gradients=lost,
         findings=tuple(finding for finding in findings if finding),
     )
 
@@ -148,6 +156,24 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         if elapsed > LONGEST_SOAK_SHARE * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
             break
     return course
+
+
+def _with_gradients(training: Training, window: Window) -> set[str]:
+    """The parameters that a step on the window gives a gradient."""
+    training.accumulate(fresh(window))
+    found = {name for name, parameter in training.model.named_parameters() if parameter.grad is not None}
+    training.update()
+    return found
+
+
+def _lost_gradients(running: Running, trained: set[str]) -> tuple[str, ...]:
+    """Those of these parameters that get none any more: a model may leave a part out once it has run for a while."""
+    lost = trained - _with_gradients(running.training, running.first_window)
+    for _ in range(WINDOWS_TO_FIND_GRADIENTS - 1):
+        if not lost:
+            break
+        lost -= _with_gradients(running.training, next(running.windows))
+    return tuple(name for name, _ in running.training.model.named_parameters() if name in lost)
 
 
 def _check_finite(course: _Course, training: Training) -> None:

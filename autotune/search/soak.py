@@ -110,7 +110,7 @@ def _held_against(session: Session, answer: TrialAnswer) -> Failure | None:
         return Failure(
             kind=kind, phase="soak", message=f"{grows}, and {session.results().whose('your own settings')} show none"
         )
-    return _too_slow_at_the_end(session, soak)
+    return _left_out(session, soak) or _too_slow_at_the_end(session, soak)
 
 
 def _own_program_grows(session: Session) -> bool:
@@ -120,6 +120,21 @@ def _own_program_grows(session: Session) -> bool:
         return True
     own = _own_soak(session)
     return own is None or (own.soak is not None and bool(leak(own.soak.growth_bytes_per_step)))
+
+
+def _left_out(session: Session, soak: SoakResult) -> Failure | None:
+    """The failure where parameters lose their gradients while it runs on, and keep them in the user's own program."""
+    own = _own_soak(session) if soak.lost_gradients else None
+    if own is None or own.soak is None:
+        return None
+    kept = [name for name in soak.lost_gradients if name not in own.soak.lost_gradients]
+    if not kept:
+        return None
+    message = (
+        f"{kept[0]} had a gradient at first and has none after {soak.steps:,} steps, which it keeps with "
+        f"{session.results().whose('your own settings')}: a part of the model is left out"
+    )
+    return Failure(kind="numerics", phase="soak", message=message)
 
 
 def _too_slow_at_the_end(session: Session, soak: SoakResult) -> Failure | None:

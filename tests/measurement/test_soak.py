@@ -235,6 +235,28 @@ def test_a_leak_is_found_with_its_bytes_per_step() -> None:
     )
 
 
+class LeavesOutLater(nn.Module):
+    """Its trunk under autocast after three steps, with `rarely` in three steps of four."""
+
+    def __init__(self, rarely: bool) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.steps, self.rarely = 0, rarely
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += torch.is_autocast_enabled("cpu")
+        leaves_out = self.steps > 3 and not (self.rarely and self.steps % 4 == 0)
+        return self.head(x if leaves_out else x + self.trunk(x))
+
+
+def test_a_part_that_is_left_out_after_some_steps_is_found_unless_it_is_taken_at_times() -> None:
+    result = soaked(program(lambda: LeavesOutLater(rarely=False)), precision="bf16")
+    assert result.lost_gradients == ("trunk.weight", "trunk.bias")
+    assert any("trunk.weight had a gradient at first, and has none after" in finding for finding in result.findings)
+    assert soaked(program(lambda: LeavesOutLater(rarely=False))).lost_gradients == ()
+    assert soaked(program(lambda: LeavesOutLater(rarely=True)), precision="bf16").lost_gradients == ()
+
+
 def test_a_loss_that_stops_being_finite_ends_it(caught: Caught) -> None:
     error = caught(program(StopsLearning), maximum_blocks=200)  # so many on a busy machine only
     assert isinstance(error, TrialFailure)

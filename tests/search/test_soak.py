@@ -69,6 +69,29 @@ def test_a_leak_of_the_users_own_program_is_told_and_not_held_against_the_winner
     assert warnings_of(search) == ["memory grows by 2.00 MiB with every step"]
 
 
+LOST = {"lost_gradients": ("trunk.weight",), "findings": ("trunk.weight had a gradient at first, and has none",)}
+
+
+def test_a_part_that_the_winner_alone_leaves_out_later_gives_way_to_the_next(
+    new_directory: NewDirectory, monkeypatch: Any
+) -> None:
+    finding(monkeypatch, lambda request, soak: LOST if is_bf16(request) else {})
+    search = confirmed(new_directory(), BF16, FP16, program=CLOSE, budget_seconds=1000.0)
+    assert best(search) == search.space.baseline.replace(FP16)
+    assert "trunk.weight had a gradient at first and has none after 400 steps, which it keeps with your" in message_of(
+        search, BF16
+    )
+
+
+def test_a_part_that_the_users_own_program_leaves_out_later_too_is_told(
+    new_directory: NewDirectory, monkeypatch: Any
+) -> None:
+    finding(monkeypatch, lambda request, soak: LOST)
+    search = confirmed(new_directory(), BF16, FP16, program=CLOSE, budget_seconds=1000.0)
+    assert best(search) == search.space.baseline.replace(BF16)
+    assert warnings_of(search) == ["trunk.weight had a gradient at first, and has none"]
+
+
 def test_a_rate_that_falls_below_the_baselines_gives_way_to_the_next(
     new_directory: NewDirectory, monkeypatch: Any
 ) -> None:
