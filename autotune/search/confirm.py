@@ -83,15 +83,24 @@ def confirm(session: Session) -> None:
 def _affordable(session: Session, finalists: list[TrainingConfig]) -> list[TrainingConfig]:
     """The finalists without those that there is no time for: a certain answer is worth more than a second candidate."""
     kept = list(finalists)
-    second = [config for config in finalists if session.allowed(config)][1:]
+    answer = _unsettled_answer(session)
+    # What is the answer by now stays, or it would be with the few rounds that an earlier call left it.
+    first = [answer] if answer in kept and session.allowed(answer) else [c for c in kept if session.allowed(c)][:1]
+    second = [config for config in finalists if session.allowed(config) and config not in first]
     if second and not _has_time(session, kept, FEWEST_ROUNDS):
         kept = [config for config in kept if config not in second]
     while len(kept) > 1 and not _has_time(session, kept, 1):
         kept.pop()
     for config in finalists:
-        if config not in kept:
+        if config not in kept and not settled(session.results().round_pairs(config)):
             _leave_out(session, config)
     return kept
+
+
+def _unsettled_answer(session: Session) -> TrainingConfig | None:
+    """What would be recommended by now, where its rounds do not say enough."""
+    best = session.results().best().config
+    return None if best == session.baseline or settled(session.results().round_pairs(best)) else best
 
 
 def _leave_out(session: Session, config: TrainingConfig) -> None:

@@ -138,6 +138,26 @@ def test_rounds_of_an_earlier_call_are_gone_on_with(new_directory: NewDirectory)
     assert rounds_of(again, BF16) == 2
 
 
+def test_an_answer_that_an_earlier_call_left_with_one_round_is_no_second_finalist(new_directory: NewDirectory) -> None:
+    """Its round went well and its first measurement did not, so that another comes first; there is time for one of them."""
+    speedups = {("precision", "bf16"): 4.0, ("precision", "fp16"): 4.1}
+    program = replace(PROGRAM, sample_speedups=speedups, process_spread=0.03, block_spread=0.01)
+    search = SimulatedSearch(program, FACTS, new_directory(), seed=11, budget_seconds=90.0)
+    base, bf16, fp16 = (search.space.baseline.replace(changes) for changes in ({}, BF16, FP16))
+    with search.begun() as session:
+        for config in (bf16, fp16):
+            session.measure(config, "compute")
+        for number, taking_part in enumerate([(base, bf16, fp16), (base, bf16), (base, bf16)]):
+            for config in taking_part:
+                session.measure_again(config, "confirm", confirm_round=number)
+        best = session.results().best()
+        assert (best.config, best.confirmed_rounds) == (fp16, 1)
+        assert session.candidates()[0].config == bf16
+        confirm(session)
+        assert session.results().best().confirmed_rounds >= 3
+        assert session.skipped == {}
+
+
 def test_the_reserve_grows_with_what_a_round_takes_and_leaves_most_of_the_budget(new_directory: NewDirectory) -> None:
     search = SimulatedSearch(PROGRAM, FACTS, new_directory(), budget_seconds=1000.0)
     with search.begun() as session:
