@@ -87,6 +87,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     optimizer_variants, optimizer_fixed_reason = _optimizer_options(training, window, request.facts_forward_only)
     batch = to_device(fresh(window)[0].data, training.parts.device)
     weight = training.last_weight
+    if weight is not None:
+        _refuse_metric(training, window, float(weight))
     settings = process_settings()  # before user code is asked to set up a worker here
     _check_second_model(functions, training)
     named = named_blocks(model, request.blocks) if request.blocks else None
@@ -198,8 +200,33 @@ def _parameter_names(function: Callable[..., Any] | None) -> list[str]:
         return []
 
 
+def _refuse_metric(training: Training, window: Window, weight: float) -> None:
+    """A loss_fn may return its loss and an accuracy: taken for a weight, gradients would be divided by that.
+
+    Tokens and samples are counted, or weighted by what is known of them: a fraction that a step on the very same batch
+    changes, all random numbers alike, is told by the model.
+    """
+    if weight >= 1 and weight.is_integer():
+        return
+    if weight >= 1 and _weight_of(training, window) == _weight_of(training, window):
+        return
+    raise WorkloadError(
+        f"loss_fn returned a loss and {weight:.4g}, which is taken for its weight, the tokens or samples that the loss is a "
+        f"sum over, and is {'less than 1' if weight < 1 else 'another after a step on the same batch'}: if it is a metric, "
+        "return the loss alone, the mean"
+    )
+
+
+def _weight_of(training: Training, window: Window) -> float:
+    """The weight of the window's loss, and then a step on it."""
+    seed_everything(0)
+    weight = float(training.forward_only(fresh(window))[1])
+    training.step(fresh(window))
+    return weight
+
+
 def _check_no_arguments(role: str, function: Callable[..., Any]) -> None:
-    if inspect.isgeneratorfunction(function):
+    if role == "data_fn" and inspect.isgeneratorfunction(function):
         as_loader(function())
     try:
         signature = inspect.signature(function)

@@ -38,6 +38,24 @@ def three_arguments(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
     return nn.functional.mse_loss(model(x), y)
 
 
+def with_accuracy(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+    return loss_fn(model, batch), 0.25
+
+
+def with_another_metric(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = loss_fn(model, batch)
+    return loss, 100 + loss.detach()
+
+
+def with_weights_of_samples(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = 1 + batch[1].abs()
+    return (weights * (model(batch[0]) - batch[1]) ** 2).sum(), weights.sum()
+
+
+def a_generator() -> Any:
+    yield model_fn()
+
+
 def with_scheduler(model: nn.Module) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10)
@@ -75,6 +93,9 @@ class WantsAnEpoch:
         ),
         ({"loss_fn": nn.MSELoss()}, "loss_fn is torch's MSELoss, which takes an output and a target"),
         ({"loss_fn": nn.functional.mse_loss}, "loss_fn is torch's mse_loss"),
+        ({"loss_fn": with_accuracy}, "loss_fn returned a loss and 0.25, which is taken for its weight"),
+        ({"loss_fn": with_another_metric}, "and is another after a step on the same batch: if it is a metric, return"),
+        ({"model_fn": a_generator}, "model_fn returned generator; it must return a torch.nn.Module"),
         ({"loss_fn": lambda model, batch: None}, "loss_fn returned None (is a return missing?)"),
         ({"optimizer_fn": torch.optim.AdamW}, "write `def optimizer_fn(model): return torch.optim.AdamW(model.para"),
         ({"optimizer_fn": functools.partial(torch.optim.SGD, lr=0.1)}, "optimizer_fn is the class SGD"),
@@ -101,6 +122,14 @@ def test_mistakes_are_told_in_one_sentence(functions: dict[str, Any], sentence: 
         read_facts(UserFunctions(**given), request, lambda phase: None)
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_weights_need_not_be_whole_numbers() -> None:
+    request = TrialRequest(
+        kind="facts", config=TrainingConfig({}), conditions=Conditions(device="cpu", global_batch_size=None)
+    )
+    facts = read_facts(UserFunctions(model_fn, data_fn, with_weights_of_samples), request, lambda phase: None)
+    assert facts.loss_weighted
 
 
 def test_a_list_of_samples_is_a_data_set() -> None:
