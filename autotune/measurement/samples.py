@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless
 from autotune.measurement.measure import PhaseReport
+from autotune.measurement.shared_files import positions_of_files_read
 from autotune.surgery.batches import independent
 from autotune.surgery.generators import seed_everything
 from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt, signature
@@ -101,7 +102,8 @@ def _refuse_repeated_samples(loader: DataLoader[Any]) -> None:
     A generator that the data set owns goes into each worker as it is: all workers draw the same numbers from it, in every
     pass over the data anew. torch seeds its own, Python's and NumPy's generators in each; a `worker_init_fn` is the user's.
     """
-    if loader.num_workers == 0 or loader.worker_init_fn is not None:
+    # Beside a worker that is running, samples from a file whose position it shares are others each time.
+    if loader.num_workers == 0 or loader.worker_init_fn is not None or positions_of_files_read():
         return
     indices = list(itertools.islice(loader.sampler, SAMPLES_TO_TELL_CHANCE))
     first = _drawn_alone(loader, indices, 1, 1, SECONDS_TO_COMPARE)

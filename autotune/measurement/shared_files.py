@@ -26,7 +26,7 @@ def refuse_shared_positions(training: Training, phase: Callable[[Phase], None]) 
     sample, and each worker then has one of its own.
     """
     loader = training.loader.loader
-    before = _positions_of_files_read() if loader.num_workers > 1 >= training.own_num_workers else {}
+    before = positions_of_files_read() if loader.num_workers > 1 >= training.own_num_workers else {}
     if not before:
         return
     phase("loader")
@@ -36,7 +36,7 @@ def refuse_shared_positions(training: Training, phase: Callable[[Phase], None]) 
         if not isinstance(loader.dataset, IterableDataset):
             changes["sampler"] = list(itertools.islice(loader.sampler, 1))
     next(iter(rebuilt(loader, changes)), None)
-    after = _positions_of_files_read()
+    after = positions_of_files_read()
     moved = [name for name, position in before.items() if after.get(name, position) != position]
     if moved:
         raise TrialFailure(
@@ -46,7 +46,7 @@ def refuse_shared_positions(training: Training, phase: Callable[[Phase], None]) 
         )
 
 
-def _positions_of_files_read() -> dict[tuple[int, str], int]:
+def positions_of_files_read() -> dict[tuple[int, str], int]:
     """Of every regular file that this process has open for reading only, by its number and path."""
     positions: dict[tuple[int, str], int] = {}
     for link in Path("/proc/self/fd").iterdir():

@@ -1,5 +1,6 @@
 """A file that lies open in the data set when its workers are started, as users write it."""
 
+import time
 from io import FileIO
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from autotune.failure import TrialFailure
 from autotune.measurement.measure import measure
+from autotune.measurement.soak import soak
 from tests.measurement.programs import WIDTH, program, request
 
 
@@ -36,6 +38,20 @@ class InOrder(IterableDataset):
         worker = get_worker_info()
         first, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return (self.rows[index] for index in range(first, 64, count))
+
+
+class InOneFileAndSlow(InOneFile):
+    def __getitem__(self, index):
+        self.file.seek(4 * WIDTH * index)
+        time.sleep(0.002)
+        return torch.frombuffer(bytearray(self.file.read(4 * WIDTH)), dtype=torch.float32), torch.ones(1)
+
+
+def test_one_worker_that_reads_on_beside_a_check_of_its_samples_is_no_fault(tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(torch.randn(64, WIDTH).numpy().tobytes())
+    functions = program(data_fn=lambda: DataLoader(InOneFileAndSlow(path, True), batch_size=4))
+    assert soak(functions, request("soak", num_workers=1, batch_size=4, maximum_blocks=2), lambda phase: None).steps
 
 
 @pytest.mark.parametrize("dataset", [InOneFile, InOrder])
