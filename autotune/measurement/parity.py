@@ -173,7 +173,7 @@ class _Check:
         if reason := _own_fault(expected.steps):
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         splits_apart = whole is not None and (draws or has_batch_norm)
-        if splits_apart or self.floors.roundings:
+        if splits_apart or larger is not None or self.floors.roundings:
             self.reference.reuse_if_stateless(expected, taken)
         if whole is not None and splits_apart:
             if has_batch_norm:
