@@ -119,6 +119,8 @@ class Reference:
 
         `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to. Where that is
         fp32, or the program computes in such a type by itself, weights and inputs are moved as far as that rounds.
+        Weights are rounded anew in every step, as autocast does: the small updates of a training's first steps are lost
+        to it, in most weights the same way.
         """
 
         def inexact(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,14 +129,11 @@ class Reference:
             return (shaken if is_rounded else round_to)(tensor, rounding)
 
         def run(training: Training) -> list[Difference]:
-            given = windows
+            given, weights = windows, None
             if rounding is not None:
-                with torch.no_grad():
-                    for parameter in training.model.parameters():
-                        parameter.copy_(inexact(parameter))
-                given = [_changed(window, inexact) for window in windows]
+                given, weights = [_changed(window, inexact) for window in windows], inexact
             with outputs_rounded(training.model, outputs) if outputs else nullcontext():
-                return differences(teacher, run_steps(training, given, 1, teacher))
+                return differences(teacher, run_steps(training, given, 1, teacher, weights))
 
         updates = len(windows) > 1
         return self._with_training(run, precision=precision, evaluated_norms=evaluated_norms, updates=updates)

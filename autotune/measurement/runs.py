@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,14 +91,21 @@ def run_windows(training: Training, windows: list[Window], seed: int, place: Pla
     return Run(steps, copied(after, place), moved, optimizer_settings(training), drifts(frozen, training))
 
 
-def run_steps(training: Training, windows: list[Window], seed: int, teacher: Sequence[Step] = ()) -> Iterator[Step]:
+def run_steps(
+    training: Training,
+    windows: list[Window],
+    seed: int,
+    teacher: Sequence[Step] = (),
+    inexact: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Iterator[Step]:
     """Each window's step in turn; the last one's update is left to the caller (`advance`).
 
     A step lies in the training's own memory and is gone when the next one is asked for, unless it is `kept`.
 
     With the steps of a teacher, the training goes on from the teacher's gradients and buffers instead of its own. So
     every window is compared at the same weights, where nothing but its own rounding tells them apart, and what the
-    optimizer makes of a gradient is seen apart from how the gradient came about.
+    optimizer makes of a gradient is seen apart from how the gradient came about. `inexact` is what each window's gradient
+    is computed at in place of the weights; what is updated is the weights.
     """
     for parameter in named_parameters(training).values():
         parameter.grad = None
@@ -106,7 +113,34 @@ def run_steps(training: Training, windows: list[Window], seed: int, teacher: Seq
         if number:
             advance(training, teacher[number - 1] if teacher else None, seed, number)
         seed_everything(seed + number * SEEDS_A_STEP)
-        yield _step(training, window)
+        lost = _made_inexact(training.model, inexact) if inexact else []
+        step = _step(training, window)
+        if number < len(windows) - 1:  # else nobody goes on from these weights
+            _add(lost)
+        yield step
+
+
+def _made_inexact(
+    model: nn.Module, inexact: Callable[[torch.Tensor], torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Changes the weights in place; each that changed with what it lost, save those of layouts that do not subtract."""
+    lost: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            changed = inexact(parameter)
+            if changed is parameter:
+                continue
+            if parameter.layout == torch.strided:
+                lost.append((parameter, parameter - changed))
+            parameter.copy_(changed)
+    return lost
+
+
+def _add(lost: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    # To the weights as they are now: the model itself may have moved them meanwhile.
+    with torch.no_grad():
+        for parameter, difference_to_it in lost:
+            parameter.add_(difference_to_it)
 
 
 def advance(training: Training, teacher: Step | None, seed: int, number: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autotune.config import TrainingConfig
 from autotune.measurement.determinism import HIGHEST
@@ -49,6 +50,27 @@ def test_further_floors_allow_more_for_single_tensors_and_no_less_for_all_togeth
     assert few.relative_error == more.relative_error > 0
     assert few.output_error == 0 < more.output_error
     assert all(more.errors[name] >= error for name, error in few.errors.items())
+
+
+class OneWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+def test_weights_are_rounded_anew_in_every_step_so_that_small_updates_are_lost() -> None:
+    """Its gradient is the weight: 1, then 0.9995, then 0.999, all of which are 1 in bf16."""
+    floors, steps, windows, _ = asked(
+        program(
+            OneWeight,
+            loss_fn=lambda model, batch: model.weight.square().sum() / 2 + 0 * batch[0].sum(),
+            optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), lr=0.0005),
+        ),
+        precision="bf16",
+    )
+    assert [float(step.gradients["weight"]) for step in steps] == pytest.approx([1, 0.9995, 0.999], abs=1e-6)  # type: ignore[arg-type]
+    assert floors.allowance(steps, windows[:1], further=False).relative_error == 0
+    assert floors.allowance(steps, windows, further=False).relative_error == pytest.approx(0.001, rel=0.01)
 
 
 def test_no_run_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
