@@ -632,6 +632,17 @@ def test_a_model_that_leaves_a_part_out_of_larger_batches_is_rejected_at_these()
     assert_passed(parity(program(SkipsInLargeBatches), batch_size=4))
 
 
+def test_a_batch_of_very_many_of_the_users_own_is_held_against_some_of_them() -> None:
+    def pairs() -> DataLoader[Any]:
+        return regression_data(512, batch_size=2)
+
+    result = parity(program(SkipsInLargeBatches, data_fn=pairs), batch_size=256)
+    assert_rejected(result, "has a gradient at your batch of 2 and none at 256: the model leaves a part")
+    result = parity(program(wide, loss_fn=contrastive, data_fn=pairs), batch_size=256)
+    assert_passed(result)
+    assert result.notes == ()
+
+
 @pytest.mark.parametrize("model_fn", [Net, norm_net])
 def test_a_larger_batch_of_a_plain_program_passes_without_a_word(model_fn: Callable[[], nn.Module]) -> None:
     result = parity(program(model_fn), batch_size=32)
