@@ -18,7 +18,7 @@ from autotune.records import Measurement, Phase
 from tests.measurement.programs import WIDTH, program, request
 
 TOLERANCE = 0.03
-ATTEMPTS = 20
+ATTEMPTS = 40
 MOST_WORKERS = 4
 
 
