@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,11 +27,17 @@ def interrupts_kept() -> Iterator[None]:
     before = sys.unraisablehook
 
     def hook(unraisable: UnraisableHookArgs) -> None:
-        if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            # from another thread, since in this one it would come within the hook, which cannot raise either
-            threading.Timer(_LATER_SECONDS, _interrupt_main_thread).start()
-        else:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             before(unraisable)
+            return
+        while True:
+            try:
+                # from another thread, since in this one it would come within the hook, which cannot raise either; without
+                # `threading`, which would wait here for the thread to begin
+                _thread.start_new_thread(_interrupt_main_thread, (_LATER_SECONDS,))
+                return
+            except KeyboardInterrupt:  # this thread was kept from leaving the hook for so long: once more
+                continue
 
     sys.unraisablehook = hook
     try:
@@ -38,8 +46,9 @@ def interrupts_kept() -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _interrupt_main_thread() -> None:
+def _interrupt_main_thread(later_seconds: float) -> None:
     """With a real signal: `_thread.interrupt_main` leaves the thread in what it waits for, for minutes perhaps."""
+    time.sleep(later_seconds)
     if callable(signal.getsignal(signal.SIGINT)):  # or it would end the program without a word
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
