@@ -113,34 +113,33 @@ def run_steps(
         if number:
             advance(training, teacher[number - 1] if teacher else None, seed, number)
         seed_everything(seed + number * SEEDS_A_STEP)
-        lost = _made_inexact(training.model, inexact) if inexact else []
-        step = _step(training, window)
-        if number < len(windows) - 1:  # else nobody goes on from these weights
-            _add(lost)
-        yield step
+        # Not by a variable, which would hold this window's gradients while the next one runs.
+        if inexact is None:
+            yield _step(training, window)
+        else:
+            yield _inexact_step(training, window, inexact, goes_on=number < len(windows) - 1)
 
 
-def _made_inexact(
-    model: nn.Module, inexact: Callable[[torch.Tensor], torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Changes the weights in place; each that changed with what it lost, save those of layouts that do not subtract."""
+def _inexact_step(
+    training: Training, window: Window, inexact: Callable[[torch.Tensor], torch.Tensor], *, goes_on: bool
+) -> Step:
+    """At changed weights; where it `goes_on` from the weights, these get back what they lost, save those of layouts that
+    do not subtract."""
     lost: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in training.model.parameters():
             changed = inexact(parameter)
-            if changed is parameter:
+            if changed is parameter or _is_expanded(parameter):
                 continue
-            if parameter.layout == torch.strided:
+            if goes_on and parameter.layout == torch.strided:
                 lost.append((parameter, parameter - changed))
             parameter.copy_(changed)
-    return lost
-
-
-def _add(lost: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    step = _step(training, window)
     # To the weights as they are now: the model itself may have moved them meanwhile.
     with torch.no_grad():
         for parameter, difference_to_it in lost:
             parameter.add_(difference_to_it)
+    return step
 
 
 def advance(training: Training, teacher: Step | None, seed: int, number: int) -> None:
@@ -240,7 +239,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     elements = parameter.detach().flatten()
-    return elements[:: max(1, elements.numel() // FROZEN_SAMPLE)].double()
+    sample = elements[:: max(1, elements.numel() // FROZEN_SAMPLE)].double()
+    return sample.nan_to_num(
+        0.0, 0.0, 0.0
+    )  # a mask of an attention is full of infinities, whose difference is no number
 
 
 def drifts(before: Mapping[str, torch.Tensor], training: Training) -> dict[str, Drift]:
@@ -308,13 +310,15 @@ def restore(training: Training, start: Mapping[str, Any]) -> None:
 def _load(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """An expanded tensor, which nothing can write to, stays as `model_fn` made it."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    expanded = {name for name, tensor in own.items() if tensor.layout == torch.strided and _is_expanded(tensor)}
+    expanded = {name for name, tensor in own.items() if _is_expanded(tensor)}
     writable = {name: value for name, value in weights.items() if name not in expanded}
     model.load_state_dict(writable if expanded else weights, strict=not expanded)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    return not tensor.is_nested and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def copied(state: Mapping[str, Any], place: Place) -> dict[str, Any]:
