@@ -36,10 +36,8 @@ from autotune.measurement.runs import (
 from autotune.measurement.samples import in_own_batches, windows_for_both
 from autotune.measurement.seeds import run_seeds
 from autotune.measurement.verdict import (
-    LARGEST_TOLERANCE,
     Allowance,
     allowance,
-    buffer_fault,
     drift_fault,
     fault,
     split_fault,
@@ -220,14 +218,13 @@ class _Check:
         if reason and draws:  # a step that is split draws others
             found, allowed = self._split_by_means(whole[0], windows[0])
             reason = split_fault(found, allowed, pieces)
-        return reason or self._split_state_fault(whole, found, allowed, run, pieces), found, allowed
+        return reason or self._split_drift_fault(whole, run, pieces), found, allowed
 
     def _split_by_means(self, whole: Window, window: Window) -> tuple[Difference, Allowance]:
         """Over several seeds. One seed's gradient may be off by more than that of a sum that is taken for a mean."""
         expected = self.reference.means(whole, SEEDS, evaluated_norms=True)
         found = self.reference.means(window, SEEDS, evaluated_norms=True)
-        allowed = replace(widened(allowance(), expected), largest=LARGEST_TOLERANCE)
-        return difference(expected.step(), found.step()), allowed
+        return difference(expected.step(), found.step()), widened(allowance(), expected)
 
     def _larger_batch_fault(self, batch: Window, batches: Window) -> str:
         """What the user's program leaves out of a batch larger than its own, by itself.
@@ -239,11 +236,15 @@ class _Check:
         expected = self.reference.step(batches, evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
             return ""
-        found = difference(expected, self.reference.step(batch, evaluated_norms=True)).gradients
+        whole = self.reference.step(batch, evaluated_norms=True)
+        found = difference(expected, whole).gradients
         size, own = batch[0].samples, batches[0].samples
-        if found.missing:
+        missing = found.missing
+        if missing:  # or it takes its parts in turn, and leaves one out of a single batch of theirs as well
+            missing = difference(self.reference.step(batches[:1], evaluated_norms=True), whole).gradients.missing
+        if missing:
             return (
-                f"{found.missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
+                f"{missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
                 "of larger batches"
             )
         if left or found.relative_error <= allowance().tolerance:
@@ -257,12 +258,8 @@ class _Check:
             )
         return ""
 
-    def _split_state_fault(
-        self, whole: list[Window], found: Difference, allowed: Allowance, run: Run, pieces: int
-    ) -> str:
-        """What the model itself changes at each of the micro-batches, and the user's program once a step."""
-        if reason := buffer_fault(found.buffers, allowed, 1):
-            return reason
+    def _split_drift_fault(self, whole: list[Window], run: Run, pieces: int) -> str:
+        """What the model itself moves at each of the micro-batches, and the user's program once a step."""
         if all(drift.moved <= drift.rounding for drift in run.drifts.values()):
             return ""
         return drift_fault(self.reference.run(whole).drifts, run.drifts, len(whole), pieces)

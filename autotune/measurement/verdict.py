@@ -145,8 +145,14 @@ def widened(allowed: Allowance, reference: Means) -> Allowance:
     spread = math.hypot(*(mean.spread for mean in reference.gradients.values()))
     relative_error = max(allowed.relative_error, spread / size if size else 0.0)
     loss_error = max(allowed.loss_error, reference.loss.spread)
-    return Allowance(
-        relative_error, errors, buffer_errors, loss_error, allowed.unit_roundoff, math.inf, allowed.output_error
+    return replace(
+        allowed,
+        relative_error=relative_error,
+        errors=errors,
+        buffer_errors=buffer_errors,
+        loss_error=loss_error,
+        largest=math.inf,
+        largest_of_buffer=math.inf,
     )
 
 
@@ -293,7 +299,7 @@ def split_fault(found: Difference, allowed: Allowance, pieces: int) -> str:
             f"the loss of {pieces} micro-batches is {found.loss:.6g}, and {found.expected_loss:.6g} of the same samples at "
             f"once{advice}"
         )
-    return ""
+    return buffer_fault(found.buffers, allowed, 1)
 
 
 def accumulation_advice(found: Comparison, pieces: int) -> str:

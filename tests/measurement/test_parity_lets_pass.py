@@ -455,10 +455,23 @@ def of_the_conjugate(model: Any, x: torch.Tensor) -> torch.Tensor:
         (torch.ones(4).to(torch.float8_e4m3fn), unused),
         (torch.ones(1).expand(4), unused),
         (nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False), unused),
+        (nn.Parameter(torch.ones(1).expand(4), requires_grad=False), unused),
+        (nn.Parameter(torch.full((4, 4), -torch.inf).triu(1), requires_grad=False), unused),
         (nn.Parameter(torch.ones(2, dtype=torch.complex64)), of_the_conjugate),
         (torch.ones(1), late),
     ],
-    ids=["sparse", "csr", "conjugated", "float8", "expanded", "frozen csr", "gradient of a conjugate", "late"],
+    ids=[
+        "sparse",
+        "csr",
+        "conjugated",
+        "float8",
+        "expanded",
+        "frozen csr",
+        "frozen expanded",
+        "frozen mask",
+        "gradient of a conjugate",
+        "late",
+    ],
 )
 def test_tensors_of_rare_kinds_pass(value: Any, use: Any) -> None:
     functions = program(lambda: Holds("held", value, use), optimizer_fn=lambda m: torch.optim.SGD(m.parameters(), 0.01))
@@ -523,6 +536,49 @@ def test_a_loss_with_parameters_of_its_own_is_run_from_the_same_ones() -> None:
         result = parity(program(loss_fn=to_the_centre, optimizer_fn=with_the_centre), **changes)
         assert_passed(result)
         assert result.notes == ()
+
+
+class TakesTurns(nn.Module):
+    """One layer at one call, the other at the next, as a generator and its critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.even = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.odd(x) if self.calls % 2 else self.even(x)
+
+
+def test_layers_that_take_turns_are_not_left_out_of_a_larger_batch() -> None:
+    assert_passed(parity(program(TakesTurns), batch_size=32))
+
+
+def with_chance_alone(model: nn.Module, batch: Any) -> torch.Tensor:
+    chosen = torch.distributions.Categorical(logits=model(batch[0]))
+    actions = chosen.sample()
+    return -(chosen.log_prob(actions) * torch.randn(len(actions))).mean()
+
+
+def test_a_gradient_that_is_all_noise_may_be_split() -> None:
+    assert_passed(parity(program(lambda: nn.Linear(WIDTH, 8), loss_fn=with_chance_alone), **SPLIT))
+
+
+class KeepsItsNoise(nn.Module):
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.net, self.size = nn.Linear(WIDTH, 1), size
+        self.register_buffer("noise", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noise.copy_(torch.randn(WIDTH))
+        return self.net(x + self.size * self.noise)
+
+
+@pytest.mark.parametrize("size", [1e-5, 0.3], ids=["little", "much"])
+def test_a_buffer_that_holds_what_was_drawn_may_be_another_where_a_step_is_split(size: float) -> None:
+    assert_passed(parity(program(lambda: KeepsItsNoise(size)), **SPLIT))
 
 
 class DrawsFromTheSystem(nn.Module):
