@@ -128,17 +128,17 @@ def _inexact_step(
     lost: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         for parameter in training.model.parameters():
-            changed = inexact(parameter)
-            if changed is parameter or _is_expanded(parameter):
+            rounded = inexact(parameter)
+            if rounded is parameter or _is_expanded(parameter):
                 continue
             if goes_on and parameter.layout == torch.strided:
-                lost.append((parameter, parameter - changed))
-            parameter.copy_(changed)
+                lost.append((parameter, parameter - rounded))
+            parameter.copy_(rounded)
     step = _step(training, window)
     # To the weights as they are now: the model itself may have moved them meanwhile.
     with torch.no_grad():
-        for parameter, difference_to_it in lost:
-            parameter.add_(difference_to_it)
+        for changed, difference_to_it in lost:
+            changed.add_(difference_to_it)
     return step
 
 
