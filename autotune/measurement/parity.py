@@ -49,15 +49,13 @@ from autotune.records import Conditions, ParityResult, TrialRequest
 from autotune.surgery.generators import seed_everything
 from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.training.training import Training
-from autotune.training.windows import Window
+from autotune.training.windows import Window, samples_in
 from autotune.workload import UserFunctions
 
 STEPS = 3
 """Windows that are compared. CUDA graphs run the first as it is, record the second and replay the third."""
 LARGEST_KEPT_SHARE = 1 / 8
 """Of the device's memory, for what the reference leaves behind."""
-MOST_OWN_BATCHES = 64
-"""That a larger batch is held against."""
 SEEDS = 8
 """Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
 
@@ -232,7 +230,6 @@ class _Check:
         That the gradient is another one is no fault: a loss may couple the samples of its batch. It is noted, where the
         batch holds not so many of the user's own that a step on all of them would take long.
         """
-        batches, left = batches[:MOST_OWN_BATCHES], batches[MOST_OWN_BATCHES:]
         expected = self.reference.step(batches, evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
             return ""
@@ -247,7 +244,7 @@ class _Check:
                 f"{missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
                 "of larger batches"
             )
-        if left or found.relative_error <= allowance().tolerance:
+        if samples_in(batches) < size or found.relative_error <= allowance().tolerance:
             return ""
         again = difference(expected, self.reference.step(batches, evaluated_norms=True)).gradients
         if found.relative_error > again.relative_error:

@@ -19,9 +19,13 @@ from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counte
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window, WindowLoader, samples_in
 
+MOST_OWN_BATCHES = 64
+"""That a larger batch is held against."""
 SAMPLES_TO_COMPARE = 4
 SAMPLES_TO_TELL_CHANCE = 64
 """Where few samples are changed at random, fewer may be the same by chance."""
+DRAWS_TO_TELL_CHANCE = 8
+"""Of one sample, which a coin may have turned or not; or of few, where there was no time for more."""
 SECONDS_TO_COMPARE = 0.5
 """Where loading one takes seconds, fewer are compared."""
 
@@ -50,7 +54,7 @@ def windows_for_both(training: Training, count: int) -> tuple[list[Window], list
 
 
 def in_own_batches(training: Training) -> tuple[Window, Window] | None:
-    """A batch of the training's loader, and the same samples in batches of the user's own size.
+    """A batch of the training's loader, and the same samples in batches of the user's own size, of many the first.
 
     None where that is no smaller, or the samples cannot be had one by one.
     """
@@ -60,7 +64,7 @@ def in_own_batches(training: Training) -> tuple[Window, Window] | None:
     ((drawn,),) = _drawn(rebuilt(loader, {"num_workers": 0, "collate_fn": _as_drawn}), 1, 1)
     if not isinstance(drawn.data, list) or drawn.samples <= own:
         return None
-    parts = [drawn.data[start : start + own] for start in range(0, drawn.samples, own)]
+    parts = [drawn.data[start : start + own] for start in range(0, drawn.samples, own)][:MOST_OWN_BATCHES]
     batch, batches = _collated([[drawn], [MicroBatch(len(part), part) for part in parts]], _own_collate(loader))
     return batch, batches
 
@@ -87,8 +91,8 @@ def check_workers(training: Training, phase: PhaseReport) -> None:
         return  # they are drawn at random
     there = _drawn_alone(loader, indices, 1, 1)
     for index, one, other in zip(indices, here, there, strict=True):
-        # Not by chance: a worker may draw from its own seed what is fixed without workers.
-        if one != other and [other] == _drawn_alone(loader, [index], 1, 2):
+        # Not by chance: a worker may draw from its own seed what is fixed without workers, and a coin may fall alike.
+        if one != other and _is_always(loader, index, other, 1) and _is_always(loader, index, one, 0):
             raise TrialFailure(
                 "numerics",
                 f"the data set gives another sample {index} in a loader worker than without workers: it may depend on a "
@@ -107,13 +111,19 @@ def _refuse_repeated_samples(loader: DataLoader[Any]) -> None:
         return
     indices = list(itertools.islice(loader.sampler, SAMPLES_TO_TELL_CHANCE))
     first = _drawn_alone(loader, indices, 1, 1, SECONDS_TO_COMPARE)
-    if all(_drawn_alone(loader, indices[: len(first)], 1, seed) == first for seed in (2, 3)):
+    further = 2 if len(first) == SAMPLES_TO_TELL_CHANCE else DRAWS_TO_TELL_CHANCE
+    if all(_drawn_alone(loader, indices[: len(first)], 1, 2 + number) == first for number in range(further)):
         raise TrialFailure(
             "numerics",
             "the data set gives other samples each time that they are drawn, but the same from every loader worker and in "
             "every pass: it has a generator or a count of its own, of which each worker gets a copy; seed it in "
             "worker_init_fn, or draw from torch's generator",
         )
+
+
+def _is_always(loader: DataLoader[Any], index: Any, sample: Any, workers: int) -> bool:
+    drawn = _drawn_alone(loader, [index] * DRAWS_TO_TELL_CHANCE, workers, 2)
+    return drawn == [sample] * DRAWS_TO_TELL_CHANCE
 
 
 def _drawn_alone(

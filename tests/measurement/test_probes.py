@@ -13,8 +13,10 @@ from autotune.config import TrainingConfig
 from autotune.failure import TrialFailure
 from autotune.measurement.marks import MemoryMeter
 from autotune.measurement.probes import probe_loader, probe_memory
+from autotune.measurement.samples import check_workers
 from autotune.measurement.soak import soak
 from autotune.records import Conditions, TrialRequest
+from autotune.training.training import Training
 from autotune.workload import UserFunctions
 from tests.measurement.programs import WIDTH, agrees, pause, program, request
 
@@ -191,6 +193,26 @@ def test_random_samples_objects_and_the_users_own_workers_are_none(dataset, own_
     )
     asked = request("loader", num_workers=1, batch_size=4, block_seconds=0.01, minimum_blocks=1, maximum_blocks=1)
     assert probe_loader(functions, asked, lambda phase: None).num_workers == 1
+
+
+class Turned(Sleepy):
+    """Negative or not, as one of several coins falls."""
+
+    def __init__(self, coin):
+        super().__init__()
+        self.coin = coin
+
+    def __getitem__(self, index):
+        return torch.ones(WIDTH) if torch.rand(self.coin + 1)[-1] < 0.5 else -torch.ones(WIDTH), torch.ones(1)
+
+
+def test_a_coin_that_falls_alike_by_chance_is_not_held_against_workers(monkeypatch):
+    monkeypatch.setattr("autotune.measurement.samples.SECONDS_TO_COMPARE", 0.0)  # one sample, as where it takes long
+    asked = request("loader", num_workers=1, batch_size=4)
+    for coin in range(24):
+        functions = program(data_fn=lambda coin=coin: DataLoader(Turned(coin), batch_size=4))
+        training = Training(functions, asked.config, asked.conditions)
+        check_workers(training, lambda phase: None)
 
 
 def test_the_loader_alone_trains_nothing():
