@@ -43,6 +43,8 @@ ARGUMENTS = {"loss_fn": ("model", "batch"), "optimizer_fn": ("model",), "schedul
 """What the optional functions are called with."""
 LONGEST_STEP_SECONDS = 20.0
 """A first step slower than this is not run twice to see a warm one."""
+LARGEST_WEIGHT_ROUNDING = 1e-5
+"""Relative, between two sums of the same weights: a GPU may add in another order."""
 BACKWARD_AND_UPDATE = 3
 """A step takes about so many times as long as its forward pass."""
 NO_STEP_FITS = (
@@ -88,7 +90,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     batch = to_device(fresh(window)[0].data, training.parts.device)
     weight = training.last_weight
     if weight is not None:
-        _refuse_metric(training, window, float(weight))
+        _refuse_metric(training, window, float(weight), steps=not request.facts_forward_only)
     settings = process_settings()  # before user code is asked to set up a worker here
     _check_second_model(functions, training)
     named = named_blocks(model, request.blocks) if request.blocks else None
@@ -200,21 +202,27 @@ def _parameter_names(function: Callable[..., Any] | None) -> list[str]:
         return []
 
 
-def _refuse_metric(training: Training, window: Window, weight: float) -> None:
+def _refuse_metric(training: Training, window: Window, weight: float, *, steps: bool) -> None:
     """A loss_fn may return its loss and an accuracy: taken for a weight, gradients would be divided by that.
 
     Tokens and samples are counted, or weighted by what is known of them: a fraction that a step on the very same batch
-    changes, all random numbers alike, is told by the model.
+    changes, all random numbers alike, is told by the model. `steps`: whether one fits.
     """
-    if weight >= 1 and weight.is_integer():
+    if weight < 1:
+        found, advice = "less than 1", "; or both a thousand times as large, if it is a weight"
+    elif weight.is_integer() or not steps or _keeps_weight(training, window):
         return
-    if weight >= 1 and _weight_of(training, window) == _weight_of(training, window):
-        return
+    else:
+        found, advice = "another after a step on the same batch", ""
     raise WorkloadError(
         f"loss_fn returned a loss and {weight:.4g}, which is taken for its weight, the tokens or samples that the loss is a "
-        f"sum over, and is {'less than 1' if weight < 1 else 'another after a step on the same batch'}: if it is a metric, "
-        "return the loss alone, the mean"
+        f"sum over, and is {found}: if it is a metric, return the loss alone, the mean{advice}"
     )
+
+
+def _keeps_weight(training: Training, window: Window) -> bool:
+    before, after = _weight_of(training, window), _weight_of(training, window)
+    return math.isclose(before, after, rel_tol=LARGEST_WEIGHT_ROUNDING)
 
 
 def _weight_of(training: Training, window: Window) -> float:

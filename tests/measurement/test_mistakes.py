@@ -124,12 +124,28 @@ def test_mistakes_are_told_in_one_sentence(functions: dict[str, Any], sentence: 
     assert "\n" not in str(raised.value)
 
 
-def test_weights_need_not_be_whole_numbers() -> None:
+class StepsNot(torch.optim.SGD):
+    """Where no step fits."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_weights_need_not_be_whole_numbers(forward_only: bool) -> None:
     request = TrialRequest(
-        kind="facts", config=TrainingConfig({}), conditions=Conditions(device="cpu", global_batch_size=None)
+        kind="facts",
+        config=TrainingConfig({}),
+        conditions=Conditions(device="cpu", global_batch_size=None),
+        facts_forward_only=forward_only,
     )
-    facts = read_facts(UserFunctions(model_fn, data_fn, with_weights_of_samples), request, lambda phase: None)
-    assert facts.loss_weighted
+    functions = UserFunctions(
+        model_fn,
+        data_fn,
+        with_weights_of_samples,
+        (lambda model: StepsNot(model.parameters())) if forward_only else None,
+    )
+    assert read_facts(functions, request, lambda phase: None).loss_weighted
 
 
 def test_a_list_of_samples_is_a_data_set() -> None:
