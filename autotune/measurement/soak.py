@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, synchronize
@@ -31,7 +32,7 @@ WAITED_SHARE = 0.5
 """The loader is behind a fall where waiting for it explains so much of the time that was lost."""
 NOT_FINITE_BLOCKS = 3
 """Under a gradient scaler, losses that are not finite at the ends of so many blocks in a row are no accident."""
-WINDOWS_TO_FIND_GRADIENTS = 8
+WINDOWS_TO_FIND_GRADIENTS = 16
 """What none of so many windows gives a gradient is left out for good: a branch may be taken rarely, or dropped by chance."""
 SAME_LOSS = 0.01
 """Two losses of the same step differ by less, whatever the order in which a GPU adds."""
@@ -86,7 +87,7 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     trained = _with_gradients(running.training, running.first_window)
     course = _run_on(running, request)
     growth, retries = running.meter.growth_bytes_per_step(), _allocator_retries(running.meter.device)
-    lost = _lost_gradients(running, trained)
+    lost = _lost_gradients(running, trained, functions, request)
     # What follows may compile: other shapes, other modes.
     after: Phase = "compile" if running.training.parts.expects_compiled_graphs else "soak"
     phase(after)
@@ -166,14 +167,44 @@ def _with_gradients(training: Training, window: Window) -> set[str]:
     return found
 
 
-def _lost_gradients(running: Running, trained: set[str]) -> tuple[str, ...]:
-    """Those of these parameters that get none any more: a model may leave a part out once it has run for a while."""
-    lost = trained - _with_gradients(running.training, running.first_window)
-    for _ in range(WINDOWS_TO_FIND_GRADIENTS - 1):
-        if not lost:
-            break
-        lost -= _with_gradients(running.training, next(running.windows))
-    return tuple(name for name, _ in running.training.model.named_parameters() if name in lost)
+def _lost_gradients(
+    running: Running, trained: set[str], functions: UserFunctions, request: TrialRequest
+) -> tuple[str, ...]:
+    """Those of these parameters that get none any more: a model may leave a part out once it has run for a while.
+
+    Not what is frozen by then, nor what the user's program at the same weights gives none either, as experts that are
+    chosen no more.
+    """
+    model = running.training.model
+    lost = {name for name, parameter in model.named_parameters() if name in trained and parameter.requires_grad}
+    windows: list[Window] = []
+    while lost and len(windows) < WINDOWS_TO_FIND_GRADIENTS:
+        windows.append(next(running.windows) if windows else running.first_window)
+        lost -= _with_gradients(running.training, windows[-1])
+    if lost:
+        lost &= _own_gradients(functions, request, model, windows)
+    return tuple(name for name, _ in model.named_parameters() if name in lost)
+
+
+def _own_gradients(
+    functions: UserFunctions, request: TrialRequest, model: nn.Module, windows: list[Window]
+) -> set[str]:
+    """The parameters that the user's program as it stands, at the weights of the model, gives a gradient in one of the
+    windows; all where it does not run beside the model: it will be asked in a process of its own."""
+    found: set[str] = set()
+    try:
+        plain = _users_training(functions, request)
+        for window in windows:
+            plain.model.load_state_dict(model.state_dict())
+            found |= _with_gradients(plain, window)
+    except Exception:  # whatever the user's model raises, or there is no memory for it
+        return {name for name, _ in model.named_parameters()}
+    return found
+
+
+def _users_training(functions: UserFunctions, request: TrialRequest) -> Training:
+    seed_everything(request.conditions.seed)
+    return Training(functions, request.reference, request.conditions, blocks=request.blocks)
 
 
 def _check_finite(course: _Course, training: Training) -> None:
@@ -229,8 +260,7 @@ class _Alone:
             return f"{what} fails with your own settings too ({type(own).__name__}: {own}), so that it was not tried"
 
     def _own_error(self, attempt: Callable[[Training, Window], str]) -> Exception | None:
-        seed_everything(self.request.conditions.seed)
-        plain = Training(self.functions, self.request.reference, self.request.conditions, blocks=self.request.blocks)
+        plain = _users_training(self.functions, self.request)
         try:
             plain.step(fresh(self.window))
             attempt(plain, self.window)

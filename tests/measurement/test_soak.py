@@ -257,6 +257,36 @@ def test_a_part_that_is_left_out_after_some_steps_is_found_unless_it_is_taken_at
     assert soaked(program(lambda: LeavesOutLater(rarely=True)), precision="bf16").lost_gradients == ()
 
 
+class ChoosesAnother(nn.Module):
+    """The first of its experts until another is better, which takes some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+        self.choice = nn.Parameter(torch.tensor([0.05, 0.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert = self.other if self.choice[1] > self.choice[0] else self.first
+        return expert(x) + self.choice[0] + 10
+
+
+class FreezesLater(Steady):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.trunk.requires_grad_(len(self.modes) < 4)
+        return super().forward(x + self.trunk(x))
+
+
+@pytest.mark.parametrize("model_fn", [ChoosesAnother, FreezesLater])
+def test_a_part_that_is_chosen_no_more_or_frozen_is_not_left_out(model_fn: Callable[[], nn.Module]) -> None:
+    result = soaked(program(model_fn, optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)))
+    assert result.lost_gradients == ()
+    assert not [finding for finding in result.findings if "gradient" in finding]
+
+
 def test_a_loss_that_stops_being_finite_ends_it(caught: Caught) -> None:
     error = caught(program(StopsLearning), maximum_blocks=200)  # so many on a busy machine only
     assert isinstance(error, TrialFailure)
