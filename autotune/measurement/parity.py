@@ -220,7 +220,9 @@ class _Check:
 
     def _split_by_means(self, whole: Window, window: Window) -> tuple[Difference, Allowance]:
         """Over several seeds. One seed's gradient may be off by more than that of a sum that is taken for a mean."""
+        self.phase("parity")  # each has a time limit of its own
         expected = self.reference.means(whole, SEEDS, evaluated_norms=True)
+        self.phase("parity")
         found = self.reference.means(window, SEEDS, evaluated_norms=True)
         return difference(expected.step(), found.step()), widened(allowance(), expected)
 
