@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless
 from autotune.measurement.measure import PhaseReport
-from autotune.measurement.shared_files import positions_of_files_read
+from autotune.measurement.shared_files import stands_within_a_file
 from autotune.surgery.batches import independent
 from autotune.surgery.generators import seed_everything
 from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt, signature
@@ -106,11 +106,13 @@ def _refuse_repeated_samples(loader: DataLoader[Any]) -> None:
     A generator that the data set owns goes into each worker as it is: all workers draw the same numbers from it, in every
     pass over the data anew. torch seeds its own, Python's and NumPy's generators in each; a `worker_init_fn` is the user's.
     """
-    # Beside a worker that is running, samples from a file whose position it shares are others each time.
-    if loader.num_workers == 0 or loader.worker_init_fn is not None or positions_of_files_read():
+    if loader.num_workers == 0 or loader.worker_init_fn is not None or stands_within_a_file():
         return
     indices = list(itertools.islice(loader.sampler, SAMPLES_TO_TELL_CHANCE))
     first = _drawn_alone(loader, indices, 1, 1, SECONDS_TO_COMPARE)
+    # Beside a worker that is running, samples from a file whose position it shares are others each time.
+    if stands_within_a_file():
+        return
     further = 2 if len(first) == SAMPLES_TO_TELL_CHANCE else DRAWS_TO_TELL_CHANCE
     if all(_drawn_alone(loader, indices[: len(first)], 1, 2 + number) == first for number in range(further)):
         raise TrialFailure(

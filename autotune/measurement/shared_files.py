@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,25 @@ def refuse_shared_positions(training: Training, phase: Callable[[Phase], None]) 
         )
 
 
+def stands_within_a_file() -> bool:
+    """Whether this process has a regular file open that it has read a part of. One that was read to its end, or is mapped
+    into memory, stands at its end or at its start."""
+    return any(0 < position < size for _, _, position, size in _files_read())
+
+
 def positions_of_files_read() -> dict[tuple[int, str], int]:
     """Of every regular file that this process has open for reading only, by its number and path."""
-    positions: dict[tuple[int, str], int] = {}
+    return {(number, path): position for number, path, position, _ in _files_read()}
+
+
+def _files_read() -> Iterator[tuple[int, str, int, int]]:
+    """Number, path, position and size."""
     for link in Path("/proc/self/fd").iterdir():
         try:
             number, path = int(link.name), os.readlink(link)
             is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            if is_read and stat.S_ISREG(os.fstat(number).st_mode):
-                positions[number, path] = os.lseek(number, 0, os.SEEK_CUR)
+            file = os.fstat(number)
+            if is_read and stat.S_ISREG(file.st_mode):
+                yield number, path, os.lseek(number, 0, os.SEEK_CUR), file.st_size
         except OSError:  # closed meanwhile, as is what listed the directory
             continue
-    return positions

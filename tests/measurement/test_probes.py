@@ -3,6 +3,7 @@
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -154,21 +155,26 @@ def test_other_samples_in_workers_are_a_failure(measure, monkeypatch):
 
 
 class OwnsItsGenerator(Sleepy):
-    def __init__(self):
+    """Noise from it on what a file holds, which is open all the time, as mapped ones are."""
+
+    def __init__(self, path):
         super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator, self.rows = torch.Generator().manual_seed(0), np.memmap(path, dtype=np.float32, mode="r")
 
     def __getitem__(self, index):
-        return torch.randn(WIDTH, generator=self.generator), torch.ones(1)
+        return torch.tensor(self.rows[index]) + torch.randn(WIDTH, generator=self.generator), torch.ones(1)
 
 
 def seed_the_data_sets_own(worker_id):
     get_worker_info().dataset.generator.manual_seed(get_worker_info().seed)
 
 
-def test_workers_may_not_repeat_the_random_numbers_of_one_generator():
+def test_workers_may_not_repeat_the_random_numbers_of_one_generator(tmp_path):
+    path = tmp_path / "rows"
+    np.arange(2048, dtype=np.float32).tofile(path)
+
     def run(**own):
-        functions = program(data_fn=lambda: DataLoader(OwnsItsGenerator(), batch_size=4, **own))
+        functions = program(data_fn=lambda: DataLoader(OwnsItsGenerator(path), batch_size=4, **own))
         asked = request("loader", num_workers=1, batch_size=4, block_seconds=0.01, minimum_blocks=1, maximum_blocks=1)
         return probe_loader(functions, asked, lambda phase: None).num_workers
 
