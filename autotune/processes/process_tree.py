@@ -71,13 +71,21 @@ def exhausted_files_limit(pid: int) -> int | None:
     return limit if limit != resource.RLIM_INFINITY and count >= limit - 4 else None
 
 
-def cleans_up(pid: int) -> bool:
-    """Whether it is a helper, Python's or torch's, that removes the shared memory of dead processes and then ends."""
+def is_resource_tracker(pid: int) -> bool:
+    """Whether it is Python's own helper that removes named semaphores and shared memory of dead processes."""
+    return b"multiprocessing.resource_tracker" in _command(pid)
+
+
+def is_torchs_manager(pid: int) -> bool:
+    """Whether it is torch's helper that removes shared memory of dead processes, and ends two seconds after the last."""
+    return b"torch_shm_manager" in _command(pid)
+
+
+def _command(pid: int) -> bytes:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # gone
-        return False
-    return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
+        return b""
 
 
 def _processes() -> Iterator[tuple[ProcessId, int]]:

@@ -22,7 +22,13 @@ from autotune.processes import child, sockets
 from autotune.processes.failures import import_failure
 from autotune.processes.output import shorten
 from autotune.processes.preparation import fork, fork_problem, import_user_module, prepare_for_compiling
-from autotune.processes.process_tree import ProcessId, cleans_up, descendants, exhausted_files_limit
+from autotune.processes.process_tree import (
+    ProcessId,
+    descendants,
+    exhausted_files_limit,
+    is_resource_tracker,
+    is_torchs_manager,
+)
 from autotune.processes.shared_memory import remove_left_by
 from autotune.processes.wire import (
     CHANNEL_CLOSED_STATUS,
@@ -47,7 +53,7 @@ _KILL_SECONDS = 30.0
 _SHOW_WHERE_SECONDS = 5.0
 """For a hanging trial to print its stack, which takes a moment unless others hold all cores."""
 _CLEANING_SECONDS = 10.0
-"""For such a helper, once all that it works for are dead; as that."""
+"""For Python's resource tracker, once all that it works for are dead; as that."""
 _OUTPUT_WATCH_MILLISECONDS = 500
 """How often the size of a running trial's output is looked at."""
 
@@ -280,14 +286,17 @@ class Server:
         deadline = time.monotonic() + _KILL_SECONDS
         cleaned_by = deadline
         killed: set[int] = set()
+        managers: set[str | None] = set()
         while (below := descendants(os.getpid(), except_below=self._kept)) and time.monotonic() < deadline:
-            # what is shared by name, Python's or torch's, is removed by a helper of theirs when the others are gone
-            victims = [process.pid for process in below if not cleans_up(process.pid)]
+            # semaphores and shared memory of Python's own are removed by the tracker, when the others are gone
+            victims = [process.pid for process in below if not is_resource_tracker(process.pid)]
             if victims:
                 cleaned_by = time.monotonic() + _CLEANING_SECONDS
             elif time.monotonic() > cleaned_by:
                 victims = [process.pid for process in below]
             for pid in victims:
+                if is_torchs_manager(pid):
+                    managers.add(sockets.directory_of_manager(pid))
                 killed.add(pid)
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -298,7 +307,8 @@ class Server:
         if self._trial is not None:
             self._trial.processes |= {*killed, self._trial.pid}
             remove_left_by(self._trial.processes, self._trial.started_at)
-            sockets.remove_directory(self._trial.sockets_path)
+            for path in (self._trial.sockets_path, *managers):
+                sockets.remove_directory(path)
         return tuple(process.pid for process in below)
 
 
