@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import multiprocessing
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -26,7 +27,10 @@ def refuse_shared_positions(training: Training, phase: Callable[[Phase], None]) 
     sample, and each worker then has one of its own.
     """
     loader = training.loader.loader
-    before = positions_of_files_read() if loader.num_workers > 1 >= training.own_num_workers else {}
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if not loader.num_workers > 1 >= training.own_num_workers or context.get_start_method() != "fork":
+        return
+    before = positions_of_files_read()
     if not before:
         return
     phase("loader")

@@ -9,7 +9,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from autotune.failure import TrialFailure
 from autotune.measurement.measure import measure
+from autotune.measurement.shared_files import refuse_shared_positions
 from autotune.measurement.soak import soak
+from autotune.training.training import Training
 from tests.measurement.programs import WIDTH, program, request
 
 
@@ -70,3 +72,18 @@ def test_several_workers_may_not_share_the_position_in_a_file(dataset, tmp_path)
         run(2)
     assert (raised.value.kind, phases[-1]) == ("numerics", "loader")
     assert [run(1), run(2, opened=False), run(2, own_workers=2)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(("method", "asks_a_worker"), [("fork", True), ("spawn", False)])
+def test_workers_that_are_no_forks_share_no_file(method, asks_a_worker, tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(4 * WIDTH))
+
+    def data_fn():
+        return DataLoader([torch.ones(WIDTH)] * 8, batch_size=4, num_workers=1, multiprocessing_context=method)
+
+    asked = request("measure", num_workers=2, batch_size=4)
+    phases = []
+    with path.open("rb"):
+        refuse_shared_positions(Training(program(data_fn=data_fn), asked.config, asked.conditions), phases.append)
+    assert (phases == ["loader"]) == asks_a_worker
