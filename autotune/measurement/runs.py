@@ -239,10 +239,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     elements = parameter.detach().flatten()
-    sample = elements[:: max(1, elements.numel() // FROZEN_SAMPLE)].double()
-    return sample.nan_to_num(
-        0.0, 0.0, 0.0
-    )  # a mask of an attention is full of infinities, whose difference is no number
+    # A mask of an attention is full of infinities, whose difference is no number.
+    return elements[:: max(1, elements.numel() // FROZEN_SAMPLE)].double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def drifts(before: Mapping[str, torch.Tensor], training: Training) -> dict[str, Drift]:

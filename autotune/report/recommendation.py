@@ -139,11 +139,6 @@ def _speedup_text(answer: Answer, beside: str) -> str:
     return f"{format_ratio(answer.speedup.value)} the speed of {beside} (95 % interval: {interval})"
 
 
-def _beside(recommendation: Recommendation) -> str:
-    """What speed-ups are told against."""
-    return shown_baseline(recommendation.reference_settings)
-
-
 def _hours_text(hours: float) -> str:
     return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
 
@@ -159,7 +154,7 @@ def _compile_text(answer: Answer) -> str | None:
 def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
     best = recommendation.best
     rounds = best.confirmed_rounds
-    ratio = _speedup_text(best, _beside(recommendation))
+    ratio = _speedup_text(best, shown_baseline(recommendation.reference_settings))
     alone = recommendation.keep or _is_reference(recommendation)
     if alone:
         whose = "your settings" if recommendation.keep else "it"
@@ -167,7 +162,7 @@ def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
     if rounds == 0:
         return (f"{ratio}; not confirmed: there was no time to measure it again in fresh processes",)
     times = "once" if rounds == 1 else f"{rounds} times"
-    beside = "" if alone else f", in turn with {_beside(recommendation)}"
+    beside = "" if alone else f", in turn with {shown_baseline(recommendation.reference_settings)}"
     return (f"{ratio}; measured again {times} in fresh processes{beside}",)
 
 
@@ -239,7 +234,7 @@ def _free_batch(recommendation: Recommendation) -> Document:
         () if answer.parity is not None or answer.computes_the_same else ("not checked against your step in fp32",)
     )
     unconfirmed = () if answer.confirmed_rounds else ("not confirmed in fresh processes",)
-    speedup = _speedup_text(answer, _beside(recommendation))
+    speedup = _speedup_text(answer, shown_baseline(recommendation.reference_settings))
     notes = answer.parity.notes if answer.parity is not None else ()
     return grid, Lines("Price of the second answer", (speedup, *unconfirmed, *unchecked, *answer.prices, *notes))
 
