@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,9 @@ from autotune.records import Conditions
 from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.training.windows import Window
 
+MOST_DEPTH = 2
+"""Floors from so many kinds of runs beside the first. Outputs are rounded twice, for how far a small tensor is off is
+chance, and one throw of the dice says little."""
 LARGEST_REPEAT = 0.1
 """A program that differs from itself by more, run twice on the same samples, cannot tell right from wrong."""
 
@@ -26,8 +30,8 @@ LARGEST_REPEAT = 0.1
 class Floors:
     """Asks the reference for what the candidate, of this configuration, is held to. What it finds goes into `notes`.
 
-    The candidate is to have given its memory back before. Windows are always the first so many of the same ones: what was
-    measured over as many is not measured again.
+    The candidate is to have given its memory back before. Windows are always the same ones: what was measured in one is
+    not measured again.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Floors:
     ) -> None:
         self._reference, self._config, self._conditions = reference, config, conditions
         self._users_precision, self._notes = users_precision, notes
-        self._measured: dict[tuple[Any, ...], list[Difference]] = {}
+        self._measured: defaultdict[tuple[Any, ...], dict[int, Difference]] = defaultdict(dict)
         self.unlike_itself = 0.0
         """What the program was last seen to differ from itself by, over all gradients."""
 
@@ -55,43 +59,52 @@ class Floors:
         return {*self.own_roundings, *self._reference.own_types}
 
     def allowance(
-        self, expected: Sequence[Step], windows: list[Window], *, further: bool, evaluated_norms: bool = False
+        self,
+        expected: Sequence[Step],
+        windows: list[Window],
+        numbers: Sequence[int],
+        *,
+        depth: int,
+        evaluated_norms: bool = False,
     ) -> Allowance:
-        """From weights and inputs rounded, and `further` outputs too, the user's own TF32."""
+        """In these of the windows (counted from 0). From weights and inputs rounded; from a depth of 1 on, outputs with
+        them, and the user's own TF32; at a depth of 2, outputs alone."""
         roundings = sorted(self.roundings)
-        inexact = partial(self._inexact, windows, expected, evaluated_norms)
+        inexact = partial(self._inexact, windows, expected, numbers, evaluated_norms)
         runs = [inexact(rounding=kind) for kind in roundings]
-        if not further:
-            return allowance(runs, [], roundings)
-        if self._conditions.device == "cuda" and self._users_precision.matters_to(expected[0].gradients):
-            runs.append(inexact(precision=self._users_precision))
-        # Twice, for how far a small tensor is off is chance, and one throw of the dice says little.
-        outputs = [_with_outputs_rounded(inexact, kind, None) for kind in roundings]
-        outputs += [_with_outputs_rounded(inexact, kind, kind) for kind in roundings]
+        outputs = []
+        if depth >= 1:
+            if self._conditions.device == "cuda" and self._users_precision.matters_to(expected[0].gradients):
+                runs.append(inexact(precision=self._users_precision))
+            outputs += [_with_outputs_rounded(inexact, kind, kind) for kind in roundings]
+        if depth >= MOST_DEPTH:
+            outputs += [_with_outputs_rounded(inexact, kind, None) for kind in roundings]
         return allowance(runs, outputs, roundings)
 
     def _inexact(
         self,
         windows: list[Window],
         expected: Sequence[Step],
+        numbers: Sequence[int],
         evaluated_norms: bool,
         *,
         precision: Precision = HIGHEST,
         rounding: str | None = None,
         outputs: str | None = None,
     ) -> list[Difference]:
-        """`Reference.inexact`, each run once."""
-        key = (len(windows), evaluated_norms, precision, rounding, outputs)
-        if key not in self._measured:
-            self._measured[key] = self._reference.inexact(
+        """`Reference.inexact`, each step run once."""
+        measured = self._measured[(evaluated_norms, precision, rounding, outputs)]
+        if missing := [number for number in numbers if number not in measured]:
+            measured |= self._reference.inexact(
                 windows,
                 expected,
+                missing,
                 precision=precision,
                 rounding=rounding,
                 outputs=outputs,
                 evaluated_norms=evaluated_norms,
             )
-        return self._measured[key]
+        return [measured[number] for number in numbers]
 
     def with_repeat(
         self, allowed: Allowance, expected: Sequence[Step], windows: list[Window], *, evaluated_norms: bool = False
@@ -101,22 +114,29 @@ class Floors:
 
         Where it does repeat, and the candidate rounds nothing, that may still add in another order.
         """
-        inexact = partial(self._reference.inexact, windows, expected, evaluated_norms=evaluated_norms)
+
+        def again(rounding: str | None = None) -> list[Difference]:
+            everywhere = range(len(windows))
+            found = self._reference.inexact(
+                windows, expected, everywhere, rounding=rounding, evaluated_norms=evaluated_norms, anew=True
+            )
+            return list(found.values())
+
         try:
-            again = inexact()
+            repeated = again()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return allowed  # the candidate's process holds memory that it cannot give back
-        off = self.unlike_itself = max(step.gradients.relative_error for step in again)
+        off = self.unlike_itself = max(step.gradients.relative_error for step in repeated)
         if not off > SAME_AGAIN:
-            return allowed if self.roundings else wider(allowed, allowance([inexact(rounding="float32")]))
+            return allowed if self.roundings else wider(allowed, allowance([again("float32")]))
         self._notes.append(
             f"the user's own program, run twice from the same weights on the same samples, differs from itself by "
             f"{off:.2g}{' with BatchNorm in evaluation' if evaluated_norms else ''}: loss_fn or the model keeps a count or "
             "random numbers outside the model's state"
         )
-        return wider(allowed, allowance([again])) if off <= LARGEST_REPEAT else allowed
+        return wider(allowed, allowance([repeated])) if off <= LARGEST_REPEAT else allowed
 
     def with_norms_evaluated(
         self,
@@ -132,11 +152,12 @@ class Floors:
         At its first weights a deep network with BatchNorm may be so sensitive that the last place of a bf16 number turns
         its gradient around: ResNet-50 shows 1.1 for rounded weights, and with BatchNorm in evaluation 0.007 (CPU).
         """
-        allowed = wider(self.allowance(expected, windows, further=True), allowed)
+        everywhere = range(len(windows))
+        allowed = wider(self.allowance(expected, windows, everywhere, depth=MOST_DEPTH), allowed)
         calm, first = self._reference.step(windows[0], evaluated_norms=True), windows[:1]
         if first_not_finite(calm.gradients) is not None:
             return steps, allowed
-        floors = self.allowance([calm], first, further=True, evaluated_norms=True)
+        floors = self.allowance([calm], first, [0], depth=MOST_DEPTH, evaluated_norms=True)
         if floors.is_blind:
             return steps, allowed
         found = candidate(calm)

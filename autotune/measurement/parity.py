@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import batch_knob
 from autotune.measurement.determinism import HIGHEST, Precision, batch_norms_evaluated, dropout_off, is_batch_norm
-from autotune.measurement.floors import LARGEST_REPEAT, Floors
+from autotune.measurement.floors import LARGEST_REPEAT, MOST_DEPTH, Floors
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
 from autotune.measurement.reference import Reference
@@ -193,8 +194,8 @@ class _Check:
             return torch.device("cpu")
         if self.conditions.device != "cuda":
             return None
-        # Of each window the gradients; the weights, the parameters before the updates and after them.
-        kept_bytes = (STEPS + 3) * sum(p.numel() * p.element_size() for p in self.training.model.parameters())
+        # Of each window the gradients and the state before it; the parameters before the updates and after them.
+        kept_bytes = (2 * STEPS + 2) * sum(p.numel() * p.element_size() for p in self.training.model.parameters())
         limit_bytes = self.conditions.memory_limit_bytes or torch.cuda.mem_get_info()[1]
         return None if kept_bytes <= limit_bytes * LARGEST_KEPT_SHARE else torch.device("cpu")
 
@@ -266,10 +267,10 @@ class _Check:
     def _compared(self, expected: Run, taken: list[Window], windows: list[Window]) -> ParityResult:
         """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one."""
         draws_others = self._draws_others(expected)
-        # Further floors allow more and never less: they are measured where a candidate is in doubt without them. Where
+        # More floors allow more and never less: they are measured where a candidate is in doubt without them. Where
         # memory is short, or the candidate is run again, that is before the candidate takes up its memory.
-        further = self.thrifty or draws_others
-        allowed = self.floors.allowance(expected.steps, taken[:1], further=further)
+        at_once = self.thrifty or draws_others
+        allowed = self.floors.allowance(expected.steps, taken, [0], depth=MOST_DEPTH if at_once else 0)
         steps, updates_fault, changes = self._candidate(expected, windows)
         pieces = len(windows[0])
         if draws_others and fault(steps, allowed, pieces):
@@ -277,12 +278,8 @@ class _Check:
         del self.training
         # Where random numbers differ, gradients do, with BatchNorm in evaluation as well.
         may_evaluate = self.has_batch_norm and not draws_others
-        if not further and not allowed.is_blind and _is_in_doubt(steps, allowed, pieces):
-            # The gradient of a later step may be a smaller one, which the same rounding moves further.
-            later = taken if not _is_in_doubt(steps[:1], allowed, pieces) else taken[:1]
-            allowed = self._allowance_again(expected, later, further=len(later) == 1)
-            if len(later) > 1 and fault(steps, allowed, pieces):
-                allowed = self._allowance_again(expected, taken, further=True)
+        if not at_once:
+            allowed = self._as_much_as_it_takes(steps, allowed, expected, taken, pieces)
         if not (allowed.is_blind and may_evaluate) and fault(steps, allowed, pieces):
             self._turn_to_the_reference()
             allowed = self.floors.with_repeat(allowed, expected.steps, taken)
@@ -296,7 +293,9 @@ class _Check:
             reason = updates_fault  # it shows in the gradients that follow it, so it is told before these
         elif reason and not norms_evaluated:
             # How far rounding moves a small tensor is chance: what is rejected was held to more than one throw of the dice.
-            allowed = wider(allowed, self._allowance_again(expected, taken, further=True))
+            self._turn_to_the_reference()
+            floors = self.floors.allowance(expected.steps, taken, range(len(taken)), depth=MOST_DEPTH)
+            allowed = wider(allowed, floors)
             reason = fault(steps, allowed, pieces)
         if reason and self.floors.unlike_itself > LARGEST_REPEAT:
             reason = (
@@ -306,9 +305,19 @@ class _Check:
             )
         return self._record(reason or updates_fault, steps, changes, allowed, windows)
 
-    def _allowance_again(self, expected: Run, windows: list[Window], *, further: bool) -> Allowance:
-        self._turn_to_the_reference()
-        return self.floors.allowance(expected.steps, windows, further=further)
+    def _as_much_as_it_takes(
+        self, steps: list[Difference], allowed: Allowance, expected: Run, taken: list[Window], pieces: int
+    ) -> Allowance:
+        """More floors while the steps are in doubt: of the step first that is furthest off, for the gradient of a later one
+        may be a smaller one, which the same rounding moves further; and the quick ones first."""
+        by_error = sorted(range(len(steps)), key=lambda number: steps[number].gradients.relative_error, reverse=True)
+        for depth, number in itertools.product(range(MOST_DEPTH + 1), by_error):
+            is_enough = not (fault(steps, allowed, pieces) if depth else _is_in_doubt(steps, allowed, pieces))
+            if is_enough or allowed.is_blind:
+                break
+            self._turn_to_the_reference()
+            allowed = wider(allowed, self.floors.allowance(expected.steps, taken, [number], depth=depth))
+        return allowed
 
     def _turn_to_the_reference(self) -> None:
         """It gets a time limit of its own, and the memory of the candidate that ran before."""

@@ -30,6 +30,7 @@ from autotune.measurement.runs import (
     differences,
     kept,
     restore,
+    run_one_step,
     run_steps,
     run_windows,
     state,
@@ -70,6 +71,8 @@ class Reference:
         self._is_stateless = False
         self._reusable: Training | None = None
         self._dropout = DropoutSeen()
+        self._states: list[tuple[Window, dict[str, Any]]] = []
+        """Windows of the latest `run`, each with the state before it; without the first, which `weights` are before."""
         self.weights: dict[str, torch.Tensor] = {}
         """What every run starts from; empty before the first."""
         self.has_dropout = False
@@ -89,6 +92,7 @@ class Reference:
             return found
 
         found = self._with_training(run, updates=True)
+        self._states = list(zip(windows[1:], found.states, strict=True))
         self.has_dropout = self._dropout.ran or (self._dropout.held and (bool(found.drew) or self._draws(windows[0])))
         return found
 
@@ -109,13 +113,16 @@ class Reference:
         self,
         windows: list[Window],
         teacher: Sequence[Step],
+        numbers: Sequence[int],
         *,
         precision: Precision = HIGHEST,
         rounding: str | None = None,
         outputs: str | None = None,
         evaluated_norms: bool = False,
-    ) -> list[Difference]:
-        """How far the user's program is from its own steps, the teacher, where it is computed in less than fp32.
+        anew: bool = False,
+    ) -> dict[int, Difference]:
+        """How far the user's program is from its own steps, the teacher, where it is computed in less than fp32: in these
+        of the windows (counted from 0), and in those that had to run as well. `anew`: by another model of `model_fn`'s.
 
         `rounding` and `outputs`: the types that weights and inputs, and what modules return, are rounded to. Where that is
         fp32, or the program computes in such a type by itself, weights and inputs are moved as far as that rounds.
@@ -128,15 +135,41 @@ class Reference:
             is_rounded = rounding == "float32" or rounding in self.own_types
             return (shaken if is_rounded else round_to)(tensor, rounding)
 
-        def run(training: Training) -> list[Difference]:
-            given, weights = windows, None
-            if rounding is not None:
-                given, weights = [_changed(window, inexact) for window in windows], inexact
-            with outputs_rounded(training.model, outputs) if outputs else nullcontext():
-                return differences(teacher, run_steps(training, given, 1, teacher, weights))
+        weights = None if rounding is None else inexact
 
-        updates = len(windows) > 1
-        return self._with_training(run, precision=precision, evaluated_norms=evaluated_norms, updates=updates)
+        def given(window: Window) -> Window:
+            return window if rounding is None else _changed(window, inexact)
+
+        def in_turn(training: Training) -> dict[int, Difference]:
+            first = list(map(given, windows[: max(numbers) + 1]))
+            return dict(enumerate(differences(teacher, run_steps(training, first, 1, teacher, weights))))
+
+        def one_by_one(training: Training) -> dict[int, Difference]:
+            found = {}
+            for number in numbers:
+                start, before = starts[number], teacher[number - 1] if number else None
+                steps = run_one_step(training, number, given(windows[number]), 1, start, before, weights)
+                (found[number],) = differences([teacher[number]], steps)
+            return found
+
+        starts = {} if anew else self._states_before(windows, numbers)
+        run = one_by_one if starts else in_turn
+
+        def watched(training: Training) -> dict[int, Difference]:
+            with outputs_rounded(training.model, outputs) if outputs else nullcontext():
+                return run(training)
+
+        updates = anew or (not starts and max(numbers) > 0)
+        return self._with_training(watched, precision=precision, evaluated_norms=evaluated_norms, updates=updates)
+
+    def _states_before(self, windows: list[Window], numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """What these windows start from; empty where one is not known, or the program keeps more than that."""
+        if not self._is_stateless or len(self._states) < max(numbers):
+            return {}
+        known = [(windows[0], self.weights), *self._states]
+        if any(windows[number] is not known[number][0] for number in numbers):
+            return {}
+        return {number: known[number][1] for number in numbers}
 
     # --- the training that runs ---
 

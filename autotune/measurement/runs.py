@@ -71,6 +71,8 @@ class Run:
     """After the last update."""
     drifts: Mapping[str, Drift]
     """Of each parameter that no optimizer trains."""
+    states: list[dict[str, Any]]
+    """Of the training (`state`) before each window but the first."""
 
     @property
     def drew(self) -> frozenset[str]:
@@ -81,14 +83,19 @@ class Run:
 def run_windows(training: Training, windows: list[Window], seed: int, place: Place = None) -> Run:
     """Trains on the windows in turn, all random numbers drawn from `seed`. What is kept of it is kept in `place`."""
     before, frozen = copied(_trained(training), place), frozen_samples(training)
+    states: list[dict[str, Any]] = []
+
+    def keep_state() -> None:
+        states.append(copied(state(training), place))
+
     # Not in a loop, whose variable would hold a window's gradients while the next one runs.
-    steps = list(map(partial(kept, place=place), run_steps(training, windows, seed)))
+    steps = list(map(partial(kept, place=place), run_steps(training, windows, seed, advanced=keep_state)))
     advance(training, None, seed, len(windows))
     # Without those that came while it ran, which no optimizer has.
     after = {name: parameter for name, parameter in _trained(training).items() if name in before}
     changes = read_products({name: products(before[name], after[name]) for name in after})
     moved = {name: math.sqrt(change.apart) for name, change in changes.items()}
-    return Run(steps, copied(after, place), moved, optimizer_settings(training), drifts(frozen, training))
+    return Run(steps, copied(after, place), moved, optimizer_settings(training), drifts(frozen, training), states)
 
 
 def run_steps(
@@ -97,8 +104,10 @@ def run_steps(
     seed: int,
     teacher: Sequence[Step] = (),
     inexact: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    advanced: Callable[[], None] = lambda: None,
 ) -> Iterator[Step]:
-    """Each window's step in turn; the last one's update is left to the caller (`advance`).
+    """Each window's step in turn; the last one's update is left to the caller (`advance`). `advanced` is called after each
+    of the others.
 
     A step lies in the training's own memory and is gone when the next one is asked for, unless it is `kept`.
 
@@ -112,12 +121,30 @@ def run_steps(
     for number, window in enumerate(windows):
         if number:
             advance(training, teacher[number - 1] if teacher else None, seed, number)
+            advanced()
         seed_everything(seed + number * SEEDS_A_STEP)
         # Not by a variable, which would hold this window's gradients while the next one runs.
         if inexact is None:
             yield _step(training, window)
         else:
             yield _inexact_step(training, window, inexact, goes_on=number < len(windows) - 1)
+
+
+def run_one_step(
+    training: Training,
+    number: int,
+    window: Window,
+    seed: int,
+    start: Mapping[str, Any],
+    before: Step | None,
+    inexact: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Iterator[Step]:
+    """The step of a window (counted from 0) out of its turn, as `run_steps` runs it, from the state that was kept before
+    it and the buffers that the step before it left, which a state need not hold all of."""
+    restore(training, start)
+    if before is not None:
+        _take_up_buffers(training, before)
+    return run_steps(training, [window], seed + number * SEEDS_A_STEP, inexact=inexact)
 
 
 def _inexact_step(
@@ -213,6 +240,10 @@ def _take_up(training: Training, teacher: Step) -> None:
             parameter.grad = wanted.to(parameter.device, parameter.dtype).sparse_mask(parameter.grad.coalesce())
         if scale != 1.0:
             parameter.grad.mul_(scale)
+    _take_up_buffers(training, teacher)
+
+
+def _take_up_buffers(training: Training, teacher: Step) -> None:
     for name, buffer in training.model.named_buffers():
         wanted = teacher.buffers[name].to(buffer.device)
         # One of another shape, as where it holds what a micro-batch left, cannot be taken.

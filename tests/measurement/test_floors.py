@@ -12,7 +12,7 @@ from torch import nn
 
 from autotune.config import TrainingConfig
 from autotune.measurement.determinism import HIGHEST
-from autotune.measurement.floors import Floors
+from autotune.measurement.floors import MOST_DEPTH, Floors
 from autotune.measurement.reference import Reference
 from autotune.measurement.runs import Difference, Step, difference
 from autotune.measurement.samples import windows_for_both
@@ -46,10 +46,11 @@ def counting() -> Loss:
 def test_further_floors_allow_more_for_single_tensors_and_no_less_for_all_together() -> None:
     floors, steps, windows, _ = asked(program(Net), precision="bf16")
     assert floors.own_roundings == floors.roundings == {"bfloat16"}
-    few, more = (floors.allowance(steps, windows[:1], further=further) for further in (False, True))
-    assert few.relative_error == more.relative_error > 0
-    assert few.output_error == 0 < more.output_error
-    assert all(more.errors[name] >= error for name, error in few.errors.items())
+    few, more, most = (floors.allowance(steps, windows, [0], depth=depth) for depth in range(MOST_DEPTH + 1))
+    assert few.relative_error == more.relative_error == most.relative_error > 0
+    assert few.output_error == 0 < more.output_error <= most.output_error
+    for less, deeper in ((few, more), (more, most)):
+        assert all(deeper.errors[name] >= error for name, error in less.errors.items())
 
 
 class OneWeight(nn.Module):
@@ -69,24 +70,24 @@ def test_weights_are_rounded_anew_in_every_step_so_that_small_updates_are_lost()
         precision="bf16",
     )
     assert [float(step.gradients["weight"]) for step in steps] == pytest.approx([1, 0.9995, 0.999], abs=1e-6)  # type: ignore[arg-type]
-    assert floors.allowance(steps, windows[:1], further=False).relative_error == 0
-    assert floors.allowance(steps, windows, further=False).relative_error == pytest.approx(0.001, rel=0.01)
+    errors = [floors.allowance(steps, windows, [number], depth=0).relative_error for number in range(3)]
+    assert errors == pytest.approx([0, 0.0005, 0.001], rel=0.01)
 
 
-def test_no_run_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     floors, steps, windows, _ = asked(program(Net), precision="bf16")
-    runs: list[int] = []
+    asked_for: list[list[int]] = []
     inexact = Reference.inexact
 
-    def counted(self: Reference, windows: list[Window], *arguments: Any, **options: Any) -> list[Difference]:
-        runs.append(len(windows))
-        return inexact(self, windows, *arguments, **options)
+    def counted(self: Reference, windows: list[Window], teacher: Any, numbers: list[int], **options: Any) -> Any:
+        asked_for.append(numbers)
+        return inexact(self, windows, teacher, numbers, **options)
 
     monkeypatch.setattr(Reference, "inexact", counted)
-    few = floors.allowance(steps, windows[:1], further=False)
-    assert floors.allowance(steps, windows, further=True) == floors.allowance(steps, windows, further=True)
-    assert floors.allowance(steps, windows[:1], further=False) == few
-    assert runs == [1, 3, 3, 3]
+    few = floors.allowance(steps, windows, [0], depth=0)
+    assert floors.allowance(steps, windows, range(3), depth=2) == floors.allowance(steps, windows, range(3), depth=2)
+    assert floors.allowance(steps, windows, [0], depth=0) == few
+    assert asked_for == [[0], [1, 2], [0, 1, 2], [0, 1, 2]]
 
 
 def test_what_rounds_nothing_is_allowed_another_order_of_adding_and_says_nothing() -> None:
@@ -135,12 +136,12 @@ def test_where_memory_is_left_for_no_floor_that_is_raised(error: type[Exception]
 
     floors, steps, windows, _ = asked(program(Filling), precision="bf16")
     with pytest.raises((RuntimeError, MemoryError)):
-        floors.allowance(steps, windows[:1], further=True)
+        floors.allowance(steps, windows, [0], depth=MOST_DEPTH)
 
 
 def test_a_count_outside_the_model_is_allowed_with_its_norms_evaluated_as_well() -> None:
     floors, steps, windows, notes = asked(program(Sensitive, loss_fn=counting()), precision="bf16")
-    allowed = floors.allowance(steps, windows[:1], further=False)
+    allowed = floors.allowance(steps, windows, [0], depth=0)
     assert allowed.is_blind
 
     def candidate(calm: Step) -> Difference:
@@ -164,7 +165,7 @@ def test_what_tells_as_little_with_its_norms_evaluated_stays_compared_in_trainin
             return torch.sin(1e4 * super().forward(x))
 
     floors, steps, windows, notes = asked(program(Chaotic), precision="bf16")
-    allowed = floors.allowance(steps, windows[:1], further=False)
+    allowed = floors.allowance(steps, windows, [0], depth=0)
     own = [difference(step, step) for step in steps]
 
     def candidate(calm: Step) -> Difference:
