@@ -34,7 +34,7 @@ from autotune.measurement.runs import (
     restore,
     run_steps,
 )
-from autotune.measurement.samples import in_own_batches, windows_for_both
+from autotune.measurement.samples import windows_for_both
 from autotune.measurement.seeds import run_seeds
 from autotune.measurement.verdict import (
     Allowance,
@@ -156,8 +156,7 @@ class _Check:
             self.functions, self.conditions, self.place, self.request.reference, self.request.blocks
         )
         self.floors = Floors(self.reference, self.config, self.conditions, users_precision, self.notes)
-        windows, whole = windows_for_both(self.training, STEPS)
-        larger = in_own_batches(self.training) if len(windows[0]) == 1 else None
+        windows, whole, own_batches = windows_for_both(self.training, STEPS)
         self.phase("parity")
         self.has_batch_norm = has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
         self.expects_compiled_graphs = self.training.parts.expects_compiled_graphs
@@ -172,7 +171,7 @@ class _Check:
         if reason := _own_fault(expected.steps):
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         splits_apart = whole is not None and (draws or has_batch_norm)
-        if splits_apart or larger is not None or self.floors.roundings:
+        if splits_apart or own_batches is not None or self.floors.roundings:
             self.reference.reuse_if_stateless(expected, taken)
         if whole is not None and splits_apart:
             if has_batch_norm:
@@ -180,9 +179,9 @@ class _Check:
             reason, found, allowed = self._accumulation_fault(whole, windows, expected, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
-        # Layers that are dropped at random are left out by chance.
-        if larger is not None and not draws and (reason := self._larger_batch_fault(*larger)):
-            return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
+        if own_batches is not None and not draws:  # layers that are dropped at random are left out by chance
+            if reason := self._larger_batch_fault(expected, windows, own_batches):
+                return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         return self._compared(expected, taken, windows)
 
     def _built(self) -> Training:
@@ -227,7 +226,7 @@ class _Check:
         found = self.reference.means(window, SEEDS, evaluated_norms=True)
         return difference(expected.step(), found.step()), widened(allowance(), expected)
 
-    def _larger_batch_fault(self, batch: Window, batches: Window) -> str:
+    def _larger_batch_fault(self, run: Run, windows: list[Window], batches: Window) -> str:
         """What the user's program leaves out of a batch larger than its own, by itself.
 
         That the gradient is another one is no fault: a loss may couple the samples of its batch. It is noted, where the
@@ -236,9 +235,9 @@ class _Check:
         expected = self.reference.step(batches, evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
             return ""
-        whole = self.reference.step(batch, evaluated_norms=True)
+        whole = self.reference.step(windows[0], evaluated_norms=True) if self.has_batch_norm else run.steps[0]
         found = difference(expected, whole).gradients
-        size, own = batch[0].samples, batches[0].samples
+        size, own = samples_in(windows[0]), batches[0].samples
         missing = found.missing
         if missing:  # or it takes its parts in turn, and leaves one out of a single batch of theirs as well
             missing = difference(self.reference.step(batches[:1], evaluated_norms=True), whole).gradients.missing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -30,43 +30,41 @@ SECONDS_TO_COMPARE = 0.5
 """Where loading one takes seconds, fewer are compared."""
 
 
-def windows_for_both(training: Training, count: int) -> tuple[list[Window], list[Window] | None]:
-    """The first windows that the training's loader gives, and the same samples with each window in one piece.
+class Drawn(NamedTuple):
+    """Windows of the training's loader, and the same samples otherwise."""
 
-    Read in this process, so that no worker's seed matters. In place of the latter None where the training does not
-    split a step, or its loader cannot. Samples are drawn once and collated twice: drawn again, from another call of
-    `data_fn` even, they may be others.
+    windows: list[Window]
+    whole: list[Window] | None = None
+    """Each window in one piece; None where the training does not split a step, or its loader cannot."""
+    own_batches: Window | None = None
+    """The first window, of one piece, in batches of the user's own size, of many the first; None where that is no smaller,
+    or the samples cannot be had one by one."""
+
+
+def windows_for_both(training: Training, count: int) -> Drawn:
+    """The first windows that the training's loader gives.
+
+    Read in this process, so that no worker's seed matters. Samples are drawn once and collated anew for each form: drawn
+    again, from another call of `data_fn` even, they may be others.
     """
     loader, pieces = training.loader.loader, training.parts.micro_batches_per_step
-    splits = pieces > 1 and batch_fixed_reason(loader) is None
-    drawn = _drawn(rebuilt(loader, {"num_workers": 0, **({"collate_fn": _as_drawn} if splits else {})}), pieces, count)
-    if not splits:
-        return drawn, None
+    own = training.own_batch_size or math.inf
+    if (pieces == 1 and (loader.batch_size or 0) <= own) or batch_fixed_reason(loader) is not None:
+        return Drawn(_drawn(rebuilt(loader, {"num_workers": 0}), pieces, count))
+    drawn = _drawn(rebuilt(loader, {"num_workers": 0, "collate_fn": _as_drawn}), pieces, count)
     collate = _own_collate(loader)
     windows = _collated(drawn, collate)
+    has_samples = all(isinstance(item.data, list) for window in drawn for item in window)
     if len(drawn[0]) == 1:
-        return windows, None
-    if all(isinstance(item.data, list) for window in drawn for item in window):
-        return windows, _collated([_in_one_piece(window) for window in drawn], collate)
+        is_larger = has_samples and samples_in(drawn[0]) > own
+        return Drawn(
+            windows, own_batches=_collated([_in_batches(drawn[0], int(own))], collate)[0] if is_larger else None
+        )
+    if has_samples:
+        return Drawn(windows, whole=_collated([_in_one_piece(window) for window in drawn], collate))
     # A data set that takes many indices at once gives whole batches of a form of its own.
     whole = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(drawn[0])})
-    return windows, _drawn(whole, 1, count)
-
-
-def in_own_batches(training: Training) -> tuple[Window, Window] | None:
-    """A batch of the training's loader, and the same samples in batches of the user's own size, of many the first.
-
-    None where that is no smaller, or the samples cannot be had one by one.
-    """
-    loader, own = training.loader.loader, training.own_batch_size
-    if own is None or batch_fixed_reason(loader) is not None or (loader.batch_size or 0) <= own:
-        return None
-    ((drawn,),) = _drawn(rebuilt(loader, {"num_workers": 0, "collate_fn": _as_drawn}), 1, 1)
-    if not isinstance(drawn.data, list) or drawn.samples <= own:
-        return None
-    parts = [drawn.data[start : start + own] for start in range(0, drawn.samples, own)][:MOST_OWN_BATCHES]
-    batch, batches = _collated([[drawn], [MicroBatch(len(part), part) for part in parts]], _own_collate(loader))
-    return batch, batches
+    return Drawn(windows, whole=_drawn(whole, 1, count))
 
 
 def check_workers(training: Training, phase: PhaseReport) -> None:
@@ -159,6 +157,12 @@ def _as_drawn(samples: Any) -> Any:
 
 def _in_one_piece(window: Window) -> Window:
     return [MicroBatch(samples_in(window), [sample for item in window for sample in item.data])]
+
+
+def _in_batches(window: Window, size: int) -> Window:
+    samples = _in_one_piece(window)[0].data
+    parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+    return [MicroBatch(len(part), part) for part in parts[:MOST_OWN_BATCHES]]
 
 
 def _collated(windows: list[Window], collate: Any) -> list[Window]:

@@ -31,7 +31,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 def asked(functions: UserFunctions, **changes: Any) -> tuple[Floors, list[Step], list[Window], list[str]]:
     """Floors for a candidate with these changes, the reference's steps, their windows, and the notes."""
     reference = Reference(functions, CONDITIONS, None, TrainingConfig({}), ())
-    windows, _ = windows_for_both(Training(functions, config(**changes), CONDITIONS), 3)
+    windows = windows_for_both(Training(functions, config(**changes), CONDITIONS), 3).windows
     notes: list[str] = []
     steps = reference.run(windows).steps
     return Floors(reference, config(**changes), CONDITIONS, HIGHEST, notes), steps, windows, notes

@@ -48,7 +48,7 @@ class Counting(Averaging):
 
 def asked(functions: UserFunctions) -> tuple[Reference, Run, list[Window]]:
     reference = Reference(functions, CONDITIONS, None, TrainingConfig({}), ())
-    windows, _ = windows_for_both(Training(functions, config(), CONDITIONS), 3)
+    windows = windows_for_both(Training(functions, config(), CONDITIONS), 3).windows
     return reference, reference.run(windows), windows
 
 
