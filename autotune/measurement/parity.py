@@ -179,9 +179,9 @@ class _Check:
             reason, found, allowed = self._accumulation_fault(whole, windows, expected, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
-        if own_batches is not None and not draws:  # layers that are dropped at random are left out by chance
-            if reason := self._larger_batch_fault(expected, windows, own_batches):
-                return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
+        batches = None if draws else own_batches  # layers that are dropped at random are left out by chance
+        if batches is not None and (reason := self._larger_batch_fault(expected, windows, batches)):
+            return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         return self._compared(expected, taken, windows)
 
     def _built(self) -> Training:

@@ -32,7 +32,8 @@ def test_a_program_of_which_a_pair_of_settings_alone_makes_a_step_fit(tmp_path):
         assert session.baseline is not None
         assert session.space.beside_own(session.baseline).keys() == {"optimizer_impl", "activation_checkpointing"}
         assert session.space.effective_batch(session.baseline) == 8
-        candidate = session.baseline.replace({"precision": "bf16"})
+        # Not bf16: autocast keeps the weights of all blocks as bf16 too, for which there is no room.
+        candidate = session.baseline.replace({"precision": "tf32"})
         assert session.measure(candidate, "compute").failure is None
         checked = session.parity(candidate)
         assert checked.passed, checked
