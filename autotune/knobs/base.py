@@ -182,6 +182,11 @@ class Knob(ABC):
         """How long the first step may take at most, where something is compiled or tuned in it; None where nothing is."""
         return None
 
+    def compiles_in_evaluation(self, value: Value, config: TrainingConfig) -> bool:
+        """Whether an evaluation without gradients, which computes the user's own loss, goes through what is compiled: that
+        is another graph than the step's."""
+        return False
+
     def rounds_to(self, value: Value) -> Literal["bfloat16", "float16", "tf32"] | None:
         """The type that this value rounds to, for the parity check's floor; None where it rounds nothing."""
         return None

@@ -81,6 +81,10 @@ class CompileMode(Knob):
         """25 to 32 s for GPT-2 124M, 168 s with max-autotune (H200)."""
         return None if value == AS_IS else LONGEST_COMPILE_SECONDS
 
+    def compiles_in_evaluation(self, value: Value, config: TrainingConfig) -> bool:
+        """A step's graph holds the loss, and leaves the model's own forward as it is."""
+        return value != AS_IS and config.get("compile_scope", "model") != "step"
+
     def parse(self, text: str) -> Value:
         return parse_choice(self.name, text, VALUES)
 

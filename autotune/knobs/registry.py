@@ -52,6 +52,11 @@ def slow_to_start(config: TrainingConfig) -> bool:
     return first_step_limit_seconds(config) is not None
 
 
+def compiles_in_evaluation(config: TrainingConfig) -> bool:
+    """Whether an evaluation compiles a graph of its own, beside what the first step compiled."""
+    return any(knob.compiles_in_evaluation(config[knob.name], config) for knob in KNOBS if knob.name in config)
+
+
 def batch_knob() -> Knob:
     """The knob that moves the micro-batch: the one that the search moves in the batch stage."""
     return next(candidate for candidate in KNOBS if candidate.stage == "batch")

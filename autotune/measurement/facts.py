@@ -331,7 +331,7 @@ def _found_blocks(training: Training, batch: Any, forward_only: bool) -> Blocks:
         return NO_BLOCKS
 
     def run_step() -> None:
-        training._loss(batch)
+        training._loss(batch, training.parts.compute_loss)
 
     try:
         return find_blocks(training.model, run_step, keep_saved=not forward_only)

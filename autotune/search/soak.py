@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from autotune.config import TrainingConfig
-from autotune.knobs.registry import slow_to_start
+from autotune.knobs.registry import compiles_in_evaluation, first_step_limit_seconds, slow_to_start
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
 from autotune.records import LONGEST_SOAK_SHARE, OUT_OF_MEMORY, Failure, FailureKind, SoakResult, Trial, TrialAnswer
@@ -15,9 +15,19 @@ from autotune.search.pace import Pace
 from autotune.search.session import Session
 
 EVALUATION_SHARE = 0.4
-"""Of a cold first step, for compiling the forward without gradients: of GPT-2 124M, whose cold first step takes 25 s, a soak
-that ran for 10 s at most took 30 s (H200)."""
-FEWEST_SOAK_SECONDS = 5.0
+"""Of a cold first step, for compiling the forward without gradients: 8.8 s for GPT-2 124M, whose first step takes 21 to
+27 s (H200)."""
+SHORTER_BATCH_SHARE = 0.8
+"""Of a cold first step, for compiling it again for the shorter last batch of a pass: 0.7 and 0.9 for three layers of a
+transformer (CPU)."""
+PARAMETER_BYTES_PER_SECOND = 1.3e8
+"""Of the model, where it is saved and loaded with what the optimizer keeps beside it: 3.8 s for GPT-2 124M and AdamW, a
+state of 1.5 GB (H200)."""
+FEWEST_SOAK_SECONDS = 3.0
+LATE_SECONDS = 5.0
+"""A search ends so much after its budget, if need be, for the shortest soak of what it recommends. Where even that needs
+more time, it ends without one, and says so: a budget may be what a job or a person has, while a soak left out is not lost,
+since the study keeps everything and the same command goes on with it."""
 FEWEST_SOAK_STEPS = 200
 """Enough, where a budget leaves no time for the whole soak."""
 NEARLY_WHOLE = 0.9
@@ -27,15 +37,45 @@ OF_THE_PROGRAM: tuple[FailureKind, ...] = ("numerics", "user_error")
 
 
 def soak_trial_seconds(session: Session, trial: Trial, soak_seconds: float) -> float:
-    """What a soak of so many seconds of a trial's configuration is likely to take: with the end of a pass over the data,
-    the start, and compiling what an evaluation computes."""
-    compiled = [
+    """What a soak of so many seconds of a trial's configuration is likely to take: the start with a first step that was
+    compiled before, the run up to the end of a pass over the data, what is compiled beside it, and saving and loading."""
+    state = session.facts.workload.parameter_bytes / PARAMETER_BYTES_PER_SECOND
+    run = LONGEST_SOAK_SHARE * soak_seconds
+    return session.start_seconds(trial) + run + _compile_seconds(session, trial) + state
+
+
+def _compile_seconds(session: Session, trial: Trial) -> float:
+    """For graphs that no measurement needed: of an evaluation, and of a shorter last batch."""
+    share = EVALUATION_SHARE if compiles_in_evaluation(trial.config) else 0.0
+    if slow_to_start(trial.config) and _meets_a_shorter_batch(session, trial.config):
+        share += SHORTER_BATCH_SHARE
+    limit = first_step_limit_seconds(trial.config)
+    cold = [
         one.measurement.first_step_seconds
         for one in session.trials
-        if one.measurement is not None and slow_to_start(one.config)
+        if one.measurement is not None and first_step_limit_seconds(one.config) == limit
     ]
-    evaluation = EVALUATION_SHARE * max(compiled, default=0.0) if slow_to_start(trial.config) else 0.0
-    return LONGEST_SOAK_SHARE * soak_seconds + session.start_seconds(trial) + evaluation
+    return share * max(cold, default=0.0)
+
+
+def _meets_a_shorter_batch(session: Session, config: TrainingConfig) -> bool:
+    """Whether a pass over the data ends with a shorter batch, and no trial of the configuration came that far."""
+    workload, space = session.facts.workload, session.space
+    length = workload.dataset_length
+    if length is None or workload.drop_last or workload.batch_fixed_reason is not None:
+        return False
+    measured = [one.measurement for one in session.trials if one.config == config and one.measurement is not None]
+    most_steps = max((one.warmup_steps + sum(one.blocks.steps) for one in measured), default=0)
+    return length % space.micro_batch(config) > 0 and most_steps * space.effective_batch(config) < length
+
+
+def _has_time(session: Session, config: TrainingConfig) -> bool:
+    """For the shortest soak of the configuration, unless an earlier call ran one."""
+    if ("soak", config.key) in session.probes:
+        return True
+    trial = session.measured(config)
+    assert trial is not None
+    return session.budget.left() + LATE_SECONDS >= soak_trial_seconds(session, trial, FEWEST_SOAK_SECONDS)
 
 
 def soak_the_answers(session: Session) -> None:
@@ -50,10 +90,12 @@ def soak_the_answers(session: Session) -> None:
 def survives(session: Session, config: TrainingConfig) -> bool:
     """Whether nothing speaks against the configuration; where it fails in its soak, that is recorded."""
     is_baseline = config == session.baseline
-    if session.budget.left() < FEWEST_SOAK_SECONDS:
+    if not _has_time(session, config):
         if not is_baseline:
             whose = "the recommendation" if session.allowed(config) else "the answer with another batch"
-            session.warnings.append(f"no time was left for a soak of {whose}: it ran for its measurements only")
+            session.warnings.append(
+                f"no time was left for a soak of {whose}: it ran for its measurements only; the same command goes on with it"
+            )
         return True
     trial = session.measured(config)
     assert trial is not None
@@ -157,7 +199,4 @@ def _too_slow_at_the_end(session: Session, soak: SoakResult) -> Failure | None:
 def _own_soak(session: Session) -> TrialAnswer | None:
     """The user's own program run on for as long; None where there is no time for it."""
     assert session.baseline is not None
-    known = session.probes.get(("soak", session.baseline.key))
-    if known is not None or session.budget.left() < FEWEST_SOAK_SECONDS:
-        return known
-    return session.probe("soak", session.baseline)
+    return session.probe("soak", session.baseline) if _has_time(session, session.baseline) else None

@@ -15,8 +15,11 @@ from autotune.surgery.batches import describe
 Loss = tuple[torch.Tensor, Any]
 """A scalar with a gradient, and its weight: None for a mean, or a number (also as a tensor) for a sum."""
 
+LossFunction = Callable[[nn.Module, Any], Loss]
+"""Of a model and a batch."""
 
-def loss_function(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[nn.Module, Any], Loss]:
+
+def loss_function(loss_fn: Callable[[Any, Any], Any] | None) -> LossFunction:
     """A function of (model, batch) that gives (loss, weight or None) or raises `WorkloadError`."""
     if loss_fn is None:
         return _loss_of_model

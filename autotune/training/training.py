@@ -18,7 +18,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.records import Conditions
 from autotune.surgery.batches import to_device
 from autotune.surgery.loaders import as_loader, counted, rebuilt
-from autotune.training.losses import explain_failed_call, loss_function
+from autotune.training.losses import Loss, LossFunction, explain_failed_call, loss_function
 from autotune.training.windows import Window, WindowLoader, samples_in
 from autotune.workload import UserFunctions
 
@@ -50,6 +50,7 @@ class Training:
         for knob, value in settings:
             knob.configure_process(value, device)
         self._uses_loss_fn = functions.loss_fn is not None
+        self._own_loss = loss_function(functions.loss_fn)
         self._clip_grad_norm = conditions.clip_grad_norm
         self.own_num_workers = 0
         """Of the loader that `data_fn` made."""
@@ -66,7 +67,7 @@ class Training:
             device=device,
             global_batch_size=conditions.global_batch_size,
             model=_made_model(functions).to(device),
-            compute_loss=loss_function(functions.loss_fn),
+            compute_loss=self._own_loss,
             blocks=blocks,
         )
         self._apply_to_model(settings, functions)
@@ -122,7 +123,7 @@ class Training:
         return loss
 
     def evaluate(self, window: Window) -> torch.Tensor:
-        """The window's mean loss (a scalar, on the device) in evaluation mode and without gradients.
+        """What `forward_only` gives (a scalar, on the device) in evaluation mode.
 
         Every module is then in the mode that it was in before.
         """
@@ -136,21 +137,24 @@ class Training:
 
     def forward_only(self, window: Window) -> tuple[torch.Tensor, Any]:
         """The window's mean loss (a scalar, on the device) without gradients; and the sum of its weights, None where the
-        loss is a mean."""
+        loss is a mean. Through the model as it is and the user's own loss, as their code would have it: where the step
+        computes its loss in compiled form, that form belongs to the step alone."""
         with torch.no_grad():
-            total, total_weight = self._summed(window, lambda loss: None)
+            total, total_weight = self._summed(window, self._own_loss, lambda loss: None)
         return (total if total_weight is None else total / total_weight), total_weight
 
     def accumulate(self, window: Window) -> torch.Tensor:
         """Forward and backward of every micro-batch: leaves the gradient of the window's mean loss in the parameters."""
-        total, total_weight = self._summed(window, self._backward)
+        total, total_weight = self._summed(window, self.parts.compute_loss, self._backward)
         self.last_weight = total_weight
         if total_weight is not None:
             self._divide_gradients(total_weight)
             total = total / total_weight
         return total
 
-    def _summed(self, window: Window, use: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, Any]:
+    def _summed(
+        self, window: Window, compute_loss: LossFunction, use: Callable[[torch.Tensor], None]
+    ) -> tuple[torch.Tensor, Any]:
         """The loss of every micro-batch, handed to `use` in turn; their weighted sum, and the sum of their weights."""
         samples = samples_in(window)
         total: torch.Tensor | None = None
@@ -159,7 +163,7 @@ class Training:
             batch = to_device(micro_batch.data, self.parts.device, non_blocking=self.parts.non_blocking)
             for transform in self._batch_transforms:
                 batch = transform(batch)
-            loss, weight = self._forward(batch)
+            loss, weight = self._forward(batch, compute_loss)
             share = micro_batch.samples / samples if weight is None else 1.0
             if share != 1.0:
                 loss = loss * share
@@ -177,22 +181,21 @@ class Training:
             loss = transform(loss)
         loss.backward()
 
-    def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(self, batch: Any, compute_loss: LossFunction) -> Loss:
         if not self._contexts:
-            return self._loss(batch)
+            return self._loss(batch, compute_loss)
         with ExitStack() as stack:
             for make_context in self._contexts:
                 stack.enter_context(make_context())
-            return self._loss(batch)
+            return self._loss(batch, compute_loss)
 
-    def _loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
+    def _loss(self, batch: Any, compute_loss: LossFunction) -> Loss:
         try:
-            result: tuple[torch.Tensor, Any] = self.parts.compute_loss(self.parts.model, batch)
+            return compute_loss(self.parts.model, batch)
         except TypeError as error:
             if self._uses_loss_fn:
                 raise
             raise explain_failed_call(batch, error) from error
-        return result
 
     def _divide_gradients(self, weight: Any) -> None:
         """Sums were propagated: the division comes once, before clipping. Scaled gradients stay scaled."""

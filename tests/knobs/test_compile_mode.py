@@ -11,6 +11,7 @@ from torch._inductor.cudagraph_trees import MarkStepBox
 from autotune.config import TrainingConfig
 from autotune.knobs.base import AS_IS
 from autotune.knobs.compile_mode import CompileMode
+from autotune.knobs.registry import compiles_in_evaluation
 from tests.knobs.programs import assert_equal_tensors, baseline_config, gradients, loss_fn, steps, train
 from tests.knobs.search_facts import cpu_facts, cuda_facts
 
@@ -77,6 +78,15 @@ def test_exports_compile_what_the_scope_names() -> None:
     assert KNOB.export("default", config(), facts).micro_step == ()
     begin = ("torch.compiler.cudagraph_mark_step_begin()",)
     assert KNOB.export("reduce-overhead", config(), facts).micro_step == begin
+
+
+def test_an_evaluation_compiles_where_the_models_own_forward_is_compiled() -> None:
+    compiled = [(scope, mode) for scope in ("model", "blocks", "step") for mode in ("default", "reduce-overhead")]
+    answers = {
+        scope: compiles_in_evaluation(config(compile_scope=scope, compile_mode=mode)) for scope, mode in compiled
+    }
+    assert answers == {"model": True, "blocks": True, "step": False}
+    assert not compiles_in_evaluation(config(cudnn_benchmark="on"))
 
 
 def test_applied_the_model_is_one_graph_with_the_same_gradients() -> None:

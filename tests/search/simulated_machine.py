@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
 from autotune.records import (
+    LONGEST_SOAK_SHARE,
     Blocks,
     Failure,
     FailureKind,
@@ -79,6 +80,8 @@ class Program:
     """From the start of a trial's process to its first step, and to its end after the last block."""
     check_seconds: float = 2.0
     """What a parity check takes beside the candidate's first step."""
+    state_seconds: float = 0.0
+    """To save and load what training goes on from."""
     process_spread: float = 0.01
     """Standard deviation of the logarithm of the rate, from process to process."""
     block_spread: float = 0.01
@@ -136,6 +139,8 @@ class SimulatedMachine:
         self._space = space
         self._seed = seed
         self._compiled: set[str] = set()
+        self._most_samples: dict[str, int] = {}
+        """By configuration, that one process has trained on."""
 
     def clock(self) -> float:
         """Seconds since the machine was switched on."""
@@ -226,10 +231,25 @@ class SimulatedMachine:
                     steps=400, samples_per_second=pace, last_samples_per_second=pace, growth_bytes_per_step=0.0,
                     allocator_retries=0,
                 )  # fmt: skip
-                return TrialAnswer(
-                    soak=soak, seconds=self.program.start_seconds + self._first_step(request.config) + seconds
-                )
+                beside = self.program.start_seconds + self._first_step(request.config) + self.program.state_seconds
+                run = self._run_seconds(request.config, seconds) + self._soak_compile_seconds(request.config)
+                return TrialAnswer(soak=soak, seconds=beside + run)
         raise AssertionError(f"a search asks for no {request.kind}")
+
+    def _run_seconds(self, config: TrainingConfig, asked_seconds: float) -> float:
+        """Of a soak: to the end of a pass where that is near."""
+        length = self._facts.workload.dataset_length
+        in_pass = math.inf if length is None else length / self.true_rate(config)
+        return max(asked_seconds, min(in_pass, LONGEST_SOAK_SHARE * asked_seconds))
+
+    def _soak_compile_seconds(self, config: TrainingConfig) -> float:
+        """For an evaluation through a compiled model, and for a shorter last batch that no trial has come to."""
+        if not self._compiles(config):
+            return 0.0
+        length = self._facts.workload.dataset_length
+        comes_new = length is not None and length % _size(config) and self._most_samples.get(config.key, 0) < length
+        share = (0.35 if config["compile_scope"] != "step" else 0.0) + (0.8 if comes_new else 0.0)
+        return share * self.program.compile_seconds
 
     def _measured(self, request: TrialRequest, noise: random.Random) -> Measurement:
         config = request.config
@@ -238,6 +258,7 @@ class SimulatedMachine:
         blocks = self._blocks(request, self.true_rate(config) * process, noise)
         value, interval = rate(blocks.samples, blocks.seconds)
         device, host = self.program.micro_batch_seconds(config)
+        self._most_samples[config.key] = max(self._most_samples.get(config.key, 0), sum(blocks.samples))
         first_step = self._first_step(config)
         resident_rate = _size(config) * micro_batches / self.program.step_seconds(config, micro_batches) * process
         beaten = out_of_the_race(blocks.samples, blocks.seconds, request.rate_to_beat)

@@ -6,12 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from autotune.config import Value
-from autotune.records import SoakResult, TrialAnswer, TrialRequest
-from autotune.search.soak import survives
+from autotune.knobs.base import AS_IS
+from autotune.records import SearchFacts, SoakResult, TrialAnswer, TrialRequest
+from autotune.search.soak import (
+    EVALUATION_SHARE,
+    LATE_SECONDS,
+    PARAMETER_BYTES_PER_SECOND,
+    SHORTER_BATCH_SHARE,
+    soak_trial_seconds,
+    survives,
+)
+from tests.knobs.search_facts import cuda_facts
 from tests.search.confirmed_search import BF16, FACTS, FP16, PROGRAM, NewDirectory, best, confirmed
 from tests.search.simulated_machine import Fault, SimulatedMachine
-from tests.search.simulated_search import SimulatedSearch
+from tests.search.simulated_programs import AS_TIMED
+from tests.search.simulated_search import SimulatedSearch, run_search
 
 CLOSE = replace(PROGRAM, sample_speedups={("precision", "bf16"): 4.0, ("precision", "fp16"): 3.8})
 LEAK = {"growth_bytes_per_step": 2.0 * 2**20, "findings": ("memory grows by 2.00 MiB with every step",)}
@@ -152,6 +164,90 @@ def test_a_soak_that_is_shortened_does_not_shorten_the_next(new_directory: NewDi
         assert survives(session, base.replace(larger))
     short, long = (soak_seconds(request) for request in search.machine.requests if request.kind == "soak")
     assert short < 12 < 19 < long
+
+
+def language_model(dataset_length: int) -> SearchFacts:
+    """GPT-2 124M, its batch free."""
+    return cuda_facts(
+        batch_held=False, dataset_length=dataset_length, largest_batch_size=4096, parameter_bytes=498_000_000
+    )
+
+
+GPT2, WITH_A_SHORTER_BATCH = language_model(4096), language_model(1_000_001)
+COMPILED: dict[str, Value] = {**BF16, "batch_size": 64, "compile_mode": "default"}
+LARGE_STEP: dict[str, Value] = {**COMPILED, "compile_scope": "step"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "compile_share"),
+    [
+        (LARGE_STEP, GPT2, 0.0),
+        (COMPILED, GPT2, EVALUATION_SHARE),
+        (LARGE_STEP, WITH_A_SHORTER_BATCH, SHORTER_BATCH_SHARE),
+        (COMPILED, WITH_A_SHORTER_BATCH, EVALUATION_SHARE + SHORTER_BATCH_SHARE),
+        ({**LARGE_STEP, "compile_mode": AS_IS, "compile_scope": "model"}, WITH_A_SHORTER_BATCH, 0.0),
+        (LARGE_STEP, language_model(101), 0.0),
+    ],
+    ids=["step", "model", "step and a last batch", "model and a last batch", "eager", "a last batch that was measured"],
+)
+def test_what_a_soak_takes_is_known(
+    changes: dict[str, Value], facts: SearchFacts, compile_share: float, new_directory: NewDirectory
+) -> None:
+    search = SimulatedSearch(AS_TIMED, facts, new_directory())
+    with search.begun() as session:
+        trial = session.measure(search.space.baseline.replace(changes), "compute")
+        assert trial.measurement is not None
+        beside = 1.25 * 8.0 + session.start_seconds(trial) + 498e6 / PARAMETER_BYTES_PER_SECOND
+        compiling = compile_share * trial.measurement.first_step_seconds
+        assert soak_trial_seconds(session, trial, 8.0) == pytest.approx(beside + compiling)
+        expected = soak_trial_seconds(session, trial, session.pace.soak_seconds)
+        assert 0 < expected - session.probe("soak", trial.config).seconds < 8, (
+            "no more, and less where a pass ends early"
+        )
+
+
+def test_with_twelve_seconds_left_the_soak_of_a_large_model_ends_a_few_seconds_late(
+    new_directory: NewDirectory,
+) -> None:
+    search = SimulatedSearch(AS_TIMED, GPT2, new_directory())
+    with search.begun() as session:
+        trial = session.measure(search.space.baseline.replace(LARGE_STEP), "compute")
+        session.budget.seconds = search.machine.now_seconds + 12.0
+        assert survives(session, trial.config)
+    assert search.machine.asked("soak") == [trial.config]
+    assert 0 < -session.budget.left() < LATE_SECONDS
+
+
+def test_a_soak_that_there_is_no_time_for_is_left_to_the_next_call(new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    first = SimulatedSearch(AS_TIMED, GPT2, directory)
+    config = first.space.baseline.replace(LARGE_STEP)
+    with first.begun() as session:
+        session.measure(config, "compute")
+        session.budget.seconds = first.machine.now_seconds + 5.0
+        assert survives(session, config)
+        assert session.warnings == [
+            "no time was left for a soak of the recommendation: it ran for its measurements only; the same command goes on "
+            "with it"
+        ]
+    again = SimulatedSearch(AS_TIMED, GPT2, directory)
+    with again.begun() as session:
+        assert survives(session, config)
+        session.budget.seconds = again.machine.now_seconds
+        assert survives(session, config), "what is known takes no time"
+        assert session.warnings == []
+    assert (first.machine.asked("soak"), again.machine.asked("soak")) == ([], [config])
+
+
+@pytest.mark.parametrize(("budget_seconds", "length"), [(120.0, 4096), (180.0, 4096), (240.0, 100_001)])
+def test_a_search_with_dear_soaks_ends_near_its_budget(
+    budget_seconds: float, length: int, new_directory: NewDirectory
+) -> None:
+    outcome = run_search(
+        AS_TIMED, language_model(length), new_directory(), budget_seconds=budget_seconds, started_seconds=12.0
+    )
+    assert outcome.machine.now_seconds <= budget_seconds + 1.0
+    assert outcome.config in outcome.machine.asked("soak")
 
 
 def test_a_failure_that_the_users_own_program_has_too_is_told(new_directory: NewDirectory) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
@@ -283,6 +284,19 @@ def test_checkpoints_of_the_model_load_into_the_plain_one(changes: dict[str, Any
     plain.load_state_dict(training.model.state_dict())
     x = torch.randn(3, WIDTH)
     torch.testing.assert_close(training.model.eval()(x), plain.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scope", "graphs"), [("step", 0), ("model", 1), ("blocks", 1)])
+def test_an_evaluation_runs_what_is_compiled_of_the_model_and_not_a_compiled_loss(scope: str, graphs: int) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    functions = program(seeded(Net), data(), mse, sgd)
+    training = built(functions, blocks=BLOCKS[:1], compile_mode="default", compile_scope=scope)
+    window = next(iter(training.loader))
+    loss = training.evaluate(window)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, mse(seeded(Net)(), window[0].data).detach())
 
 
 @pytest.mark.parametrize("precision", ["as_is", "fp16"])
