@@ -60,7 +60,7 @@ def test_it_finds_what_is_nearly_the_best_of_the_whole_space(name: str, new_dire
 
 
 def test_five_minutes_are_enough_for_a_language_model(new_directory: NewDirectory) -> None:
-    facts = cuda_facts(batch_held=False, batch_size=32, dataset_length=100_000, largest_batch_size=4096)
+    facts = cuda_facts(batch_held=False, dataset_length=100_000, largest_batch_size=4096, parameter_bytes=498_000_000)
     scenario = Scenario(AS_TIMED, facts, 300.0)
     for seed in SEEDS:
         outcome = run(scenario, new_directory(), seed=seed)
