@@ -15,19 +15,19 @@ from autotune.search.pace import Pace
 from autotune.search.session import Session
 
 EVALUATION_SHARE = 0.4
-"""Of a cold first step, for compiling the forward without gradients: 8.8 s for GPT-2 124M, whose first step takes 21 to
-27 s (H200)."""
+"""Of a cold first step, for compiling forward and loss without gradients: 8.8 s for GPT-2 124M, whose first step takes 21
+to 27 s (H200)."""
 SHORTER_BATCH_SHARE = 0.8
 """Of a cold first step, for compiling it again for the shorter last batch of a pass: 0.7 and 0.9 for three layers of a
 transformer (CPU)."""
 PARAMETER_BYTES_PER_SECOND = 1.3e8
 """Of the model, where it is saved and loaded with what the optimizer keeps beside it: 3.8 s for GPT-2 124M and AdamW, a
 state of 1.5 GB (H200)."""
-FEWEST_SOAK_SECONDS = 3.0
 LATE_SECONDS = 5.0
 """A search ends so much after its budget, if need be, for the shortest soak of what it recommends. Where even that needs
 more time, it ends without one, and says so: a budget may be what a job or a person has, while a soak left out is not lost,
 since the study keeps everything and the same command goes on with it."""
+FEWEST_SOAK_SECONDS = 3.0
 FEWEST_SOAK_STEPS = 200
 """Enough, where a budget leaves no time for the whole soak."""
 NEARLY_WHOLE = 0.9
