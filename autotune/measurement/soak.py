@@ -263,17 +263,30 @@ class _Alone:
         plain = _users_training(self.functions, self.request)
         try:
             plain.step(fresh(self.window))
-            attempt(plain, self.window)
+            found = attempt(plain, self.window)
         except Exception as error:  # whatever the user's model raises
             return error
-        return None
+        return MemoryError(found) if found and attempt is _evaluate else None
 
 
 def _evaluate(training: Training, window: Window) -> str:
-    """A forward as in an evaluation, and a step after it."""
-    training.evaluate(fresh(window))
+    """A forward as in an evaluation, and a step after it.
+
+    That may need more memory than a step, where a compiled step keeps no logits or recomputes what it keeps. No fault, for
+    an evaluation may take its samples in smaller batches.
+    """
+    found = ""
+    try:
+        training.evaluate(fresh(window))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        size = max(item.samples for item in window)
+        found = f"an evaluation of {size:,} samples at once runs out of memory: evaluate in smaller batches"
+    if found and training.parts.device.type == "cuda":
+        torch.cuda.empty_cache()
     training.step(fresh(window))
-    return ""
+    return found
 
 
 def _save_and_load(training: Training, window: Window) -> str:

@@ -313,15 +313,28 @@ def test_an_evaluation_that_only_the_configuration_fails_at_is_its_failure(caugh
     assert error.__notes__ == ["in an evaluation without gradients, which your own settings get through"]
 
 
-def test_memory_that_runs_out_in_an_evaluation_is_told_as_that_and_not_tried_with_the_users_settings(
-    caught: Caught,
-) -> None:
+def test_memory_that_an_evaluation_runs_out_of_is_told_and_no_fault() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             torch.empty(2**50)
         return mse(model, batch)
 
-    error = caught(program(Steady, loss_fn=loss_fn), precision="bf16")
+    result = soaked(program(Steady, loss_fn=loss_fn), precision="bf16")
+    told = "an evaluation of 8 samples at once runs out of memory: evaluate in smaller batches"
+    assert told in result.findings
+
+
+def test_memory_that_runs_out_in_the_step_after_an_evaluation_is_told_as_that(caught: Caught) -> None:
+    evaluated = False
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal evaluated
+        evaluated |= not torch.is_grad_enabled()
+        if evaluated and torch.is_grad_enabled():
+            torch.empty(2**50)
+        return mse(model, batch)
+
+    error = caught(program(Steady, loss_fn=loss_fn))
     assert is_out_of_memory(error)
     assert not hasattr(error, "__notes__")
 
