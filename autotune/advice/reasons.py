@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autotune.config import TrainingConfig, value_text
 from autotune.knobs.base import Knob
-from autotune.quantities import format_bytes, format_duration, format_error, format_ratio, format_spread
+from autotune.quantities import format_bytes, format_duration, format_error, format_ratio, format_share, format_spread
 from autotune.records import Answer, Trial, WorkloadFacts
 from autotune.stats import ratio_from_intervals
 
@@ -25,15 +25,16 @@ def reasons(
     with this knob back at the baseline. A knob that was only tried together with others says so. The only change has the
     figure of the recommendation itself, from all rounds: that of two trials would contradict it.
     """
-    summaries = {knob.name: knob.summary for knob in knobs}
+    by_name = {knob.name: knob for knob in knobs}
     changes = config.changes_from(baseline)
     return tuple(
-        f"{name}={value_text(value)} ({summaries[name]}): {_evidence(name, config, baseline, trials)}"
+        f"{name}={value_text(value)} ({by_name[name].summary}): {_evidence(by_name[name], config, baseline, trials)}"
         for name, value in changes.items()
     )
 
 
-def _evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
+def _evidence(knob: Knob, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
+    name = knob.name
     without = config.replace({name: baseline[name]})
     if without == baseline:
         return "the only change"
@@ -44,7 +45,25 @@ def _evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trial
         seen.append(f"{_ratio(*alone)} the speed alone (trial {alone[0].number})")
     if beside is not None:
         seen.append(f"{_ratio(*beside)} beside the other changes (trial {beside[1].number} is without it)")
+    if knob.in_update_only and (update := _update_evidence(name, config, baseline, trials)):
+        seen.append(update)
     return " and ".join(seen) or "tried only together with other changes"
+
+
+def _update_evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
+    """What the optimizer's update took in the first two trials that differ in this alone: it is judged by that. Empty where
+    there are none."""
+    shares = {t.number: t.measurement.update_share for t in trials if t.measurement is not None}
+    for trial in trials:
+        without = trial.config.replace({name: baseline[name]})
+        for other in trials if trial.config[name] == config[name] else ():
+            own, others = shares.get(trial.number), shares.get(other.number)
+            if other.config == without and own is not None and others is not None:
+                return (
+                    f"the update takes {format_share(own)} of a step instead of {format_share(others)} "
+                    f"(trials {trial.number} and {other.number})"
+                )
+    return ""
 
 
 def _closest(trials: Sequence[Trial], config: TrainingConfig, other: TrainingConfig) -> tuple[Trial, Trial] | None:

@@ -253,6 +253,14 @@ class Results:
         return own, base
 
 
+def gain_of_update(one: Measurement, other: Measurement) -> float | None:
+    """How many times faster a step is than another one by its update, all else alike, as the share that it takes tells; None
+    where that was not seen. Either share is seen within one process, so that it does not matter how far processes differ."""
+    if one.update_share is None or other.update_share is None:
+        return None
+    return (1 - one.update_share) / (1 - other.update_share)
+
+
 def surely_faster(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
     """Whether the first of each pair is faster than the second at the 1 % level, however little."""
     return _deciding_interval(pairs)[0] > 1

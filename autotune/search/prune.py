@@ -9,6 +9,7 @@ from autotune.knobs.base import Knob
 from autotune.knobs.registry import KNOBS
 from autotune.records import Trial
 from autotune.search.answers import WORTHWHILE_GAIN
+from autotune.search.compute import is_worthwhile
 from autotune.search.session import Session
 
 AS_GOOD = 1.01
@@ -57,11 +58,12 @@ def _was_shown(session: Session, knob: Knob, leader: Trial) -> bool:
         if trial.config[knob.name] != value or trial.measurement is None or trial.failure is not None:
             continue
         without = session.measured(trial.config.replace({knob.name: base}))
-        if without is not None and (without.failure is not None or _is_worthwhile(session, trial, without)):
+        if without is not None and (without.failure is not None or _is_worth_its_change(session, knob, trial, without)):
             return True
     return False
 
 
-def _is_worthwhile(session: Session, trial: Trial, without: Trial) -> bool:
+def _is_worth_its_change(session: Session, knob: Knob, trial: Trial, without: Trial) -> bool:
     """End to end, or for the step alone where the loader hides it."""
-    return any(score(trial) >= WORTHWHILE_GAIN * score(without) for score in (session.score, session.compute_score))
+    end_to_end = session.score(trial) >= WORTHWHILE_GAIN * session.score(without)
+    return end_to_end or is_worthwhile(session, knob, trial, without)

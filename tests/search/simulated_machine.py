@@ -57,6 +57,8 @@ class Program:
     launch_seconds: float = 0.0
     """No micro-batch is faster than that."""
     update_seconds: float = 0.0
+    hidden_update_seconds: Pairs = field(default_factory=dict)
+    """Of an update that is timed alone, what the device hides in a step that it holds back."""
     load_seconds: float = 0.0
     """To load a sample, in one process."""
     copy_seconds: float = 0.0
@@ -85,6 +87,8 @@ class Program:
     process_spread: float = 0.01
     """Standard deviation of the logarithm of the rate, from process to process."""
     block_spread: float = 0.01
+    update_spread: float = 0.05
+    """Of the update timed alone, from process to process."""
 
     def micro_batch_seconds(self, config: TrainingConfig) -> tuple[float, float]:
         """Of the device and of the host, which work side by side."""
@@ -97,9 +101,10 @@ class Program:
         return micro_batches * max(self.micro_batch_seconds(config)) + update
 
     def update_share(self, config: TrainingConfig, micro_batches: int) -> float:
-        """Of a step, what the optimizer's update takes."""
+        """Of a step, what the optimizer's update takes where it is timed alone."""
         without = micro_batches * max(self.micro_batch_seconds(config))
-        return 1 - without / self.step_seconds(config, micro_batches)
+        hidden = sum(more for (name, value), more in self.hidden_update_seconds.items() if config[name] == value)
+        return 1 - without / (self.step_seconds(config, micro_batches) + hidden)
 
     def samples_per_second(self, config: TrainingConfig, micro_batches: int, cores: int) -> float:
         """End to end. Workers that have no core of their own take from the step."""
@@ -279,9 +284,14 @@ class SimulatedMachine:
             process_seconds=self.program.start_seconds + first_step,
             compiled_graphs=int(self._compiles(config)),
             device_lag_share=max(0.0, 1 - host / device) if self._facts.device == "cuda" else None,
-            update_share=self.program.update_share(config, micro_batches) if resident else None,
+            update_share=self._update_share(config, micro_batches) if resident else None,
             stopped_early=beaten and not still_rival,
         )
+
+    def _update_share(self, config: TrainingConfig, micro_batches: int) -> float:
+        noise = random.Random(f"{self._seed} {len(self.requests)} update").gauss(0, self.program.update_spread)
+        share = self.program.update_share(config, micro_batches)
+        return share * math.exp(noise) / (share * math.exp(noise) + 1 - share)
 
     def _blocks(self, request: TrialRequest, true_rate: float, noise: random.Random) -> Blocks:
         """Until the interval is as narrow as was asked for, or there are as many as allowed."""

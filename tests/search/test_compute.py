@@ -92,6 +92,25 @@ def test_no_implementation_of_the_update_is_tried_where_it_takes_next_to_nothing
         )
 
 
+@pytest.mark.parametrize("gains", [True, False])
+def test_whether_another_update_pays_is_told_by_what_it_takes_not_by_rates(
+    gains: bool, new_directory: NewDirectory
+) -> None:
+    """It gains 12 % of the step, or nothing, and from process to process the rate differs by 15 %."""
+    program = Program(
+        sample_seconds=0.001, update_seconds=0.007, process_spread=0.15,
+        update_speedups={("optimizer_impl", "fused"): 2.5 if gains else 1.0},
+    )  # fmt: skip
+    rates_agree = set()
+    for seed in range(6):
+        search, leader, _ = descended(program, new_directory(), only=("optimizer_impl",), seed=seed)
+        assert (leader.get("optimizer_impl") == "fused") == gains
+        own, fused = (answer.measurement for answer in search.machine.answers[:2])
+        assert own is not None and fused is not None
+        rates_agree.add((fused.samples_per_second >= 1.02 * own.samples_per_second) == gains)
+    assert rates_agree == {True, False}, "the rates alone would have told that"
+
+
 def test_recomputation_is_not_tried_for_speed(new_directory: NewDirectory) -> None:
     _, _, tried = descended(LANGUAGE_MODEL, new_directory())
     assert not any("activation_checkpointing" in changes for changes in tried)

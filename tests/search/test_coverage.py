@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,17 @@ def test_a_short_budget_says_what_it_did_not_reach_and_a_long_one_reaches_it(new
 def test_trials_that_were_counted_out_are_the_reason_where_they_are(new_directory: NewDirectory) -> None:
     found = run_search(TABLES.program, TABLES.facts, new_directory(), trials=3).recommendation
     assert "precision" in starting(found.other_settings, "not tried, since no more trials were asked for: ")
+
+
+def test_an_update_that_was_left_out_is_told_with_the_gain_that_it_was_left_out_for(
+    new_directory: NewDirectory,
+) -> None:
+    """By rates of processes that differ by 15 %, it would be another one each time."""
+    program = Program(sample_seconds=0.001, update_seconds=0.01, process_spread=0.15, update_spread=0.001)
+    for seed in range(3):
+        found = run_search(program, FACTS, new_directory(), seed=seed, only=("optimizer_impl",), budget_seconds=30.0)
+        told = re.findall(r"optimizer_impl=\w+ \(([\d.]+)x\)", " ".join(found.recommendation.other_settings))
+        assert set(told) == {"1.00"}
 
 
 def test_what_was_tried_and_left_out_is_told_with_what_it_gave(new_directory: NewDirectory) -> None:

@@ -18,6 +18,7 @@ from tests.search.simulated_programs import (
     FLAT,
     FLAT_ON_A_CPU,
     GIB,
+    GPT2_IN_THREE_MINUTES,
     LANGUAGE_MODEL,
     SCENARIOS,
     SMALL_IN_TWO_MINUTES,
@@ -83,7 +84,19 @@ def test_two_minutes_are_enough_for_a_step_that_only_starts_kernels(new_director
         free = outcome.recommendation.free_batch
         assert free is not None
         assert outcome.machine.true_rate(free.config) > outcome.machine.true_rate(outcome.config)
+        assert outcome.config["optimizer_impl"] == "fused"
     assert near >= 18
+
+
+def test_repeated_searches_find_the_same_where_rates_say_too_little(new_directory: NewDirectory) -> None:
+    """What a fused update gains is as large as what is worthwhile: by rates, every second search would take it."""
+    found = []
+    for seed in range(6):
+        outcome = run(GPT2_IN_THREE_MINUTES, new_directory(), seed=seed, started_seconds=23.0)
+        hold_promises(outcome)
+        found.append(outcome.changes)
+    assert found[0]["optimizer_impl"] == "fused"
+    assert all(changes == found[0] for changes in found)
 
 
 def test_where_nothing_helps_it_says_keep(new_directory: NewDirectory) -> None:
