@@ -18,6 +18,8 @@ FILES = sorted((Path(__file__).parent / "data").glob("h200_*.jsonl"))
 GPT2 = next(path for path in FILES if path.name == "h200_gpt2.jsonl")
 CARD_BYTES = 150_754_820_096
 """Of that H200, as NVML tells it."""
+LEAST_GAIN = {"h200_gpt2": 5.0, "h200_gpt2_16gib": 5.0, "h200_small": 2.5}
+"""The recommended configurations were at least so many times faster in every round."""
 CONDITIONS = Conditions(device="cuda", global_batch_size=None)
 
 
@@ -70,7 +72,7 @@ def test_what_was_recommended_is_clearly_faster_than_the_baseline(path: Path) ->
         pairs = list(zip(rounds[config], rounds[slowest], strict=True))
         assert surely_faster(pairs)
         assert not surely_faster([(base, own) for own, base in pairs])
-        assert all(own.samples_per_second > 5 * base.samples_per_second for own, base in pairs)
+        assert all(own.samples_per_second > LEAST_GAIN[path.stem] * base.samples_per_second for own, base in pairs)
 
 
 def test_the_same_configuration_is_not_told_apart_from_itself() -> None:

@@ -53,7 +53,7 @@ LANGUAGE_MODEL = Program(
 AS_TIMED = replace(
     LANGUAGE_MODEL, start_seconds=5.0, check_seconds=15.0, compile_seconds=24.0, cached_share=0.1, state_seconds=3.8
 )
-"""The same with the seconds that its trials took there (`benchmarks/results/h200/gpt2.json`)."""
+"""The same with the seconds that its trials took there."""
 
 GPT2_AS_TIMED = replace(
     AS_TIMED, sample_seconds=0.0183, launch_seconds=0.02, update_seconds=0.0078,
