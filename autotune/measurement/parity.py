@@ -246,7 +246,8 @@ class _Check:
                 f"{missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
                 "of larger batches"
             )
-        if samples_in(batches) < size or found.relative_error <= allowance().tolerance:
+        own_rounding = allowance(roundings=self.reference.own_types)
+        if samples_in(batches) < size or found.relative_error <= own_rounding.tolerance:
             return ""
         again = difference(expected, self.reference.step(batches, evaluated_norms=True)).gradients
         if found.relative_error > again.relative_error:

@@ -626,6 +626,13 @@ def test_the_programs_own_rounding_is_allowed(model_fn: Any, loss_fn: Any, varia
     assert 4 * 2.0**-8 <= result.tolerance < 0.1
 
 
+@pytest.mark.parametrize(("model_fn", "loss_fn"), [(OwnAutocast, mse), (in_bf16, mse_in_bf16)])
+def test_the_programs_own_rounding_is_not_told_as_what_a_larger_batch_changes(model_fn: Any, loss_fn: Any) -> None:
+    result = parity(program(model_fn, loss_fn=loss_fn), batch_size=32, global_batch_size=None)
+    assert_passed(result)
+    assert not result.notes
+
+
 def summed(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch[0]).float(), batch[1], reduction="sum")
 
