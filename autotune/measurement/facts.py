@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -300,10 +301,21 @@ def _optimizer_options(training: Training, window: Window, forward_only: bool) -
     """What the optimizer can be switched to, seen while the parameters have gradients: sparse ones forbid some."""
     if not forward_only:
         training.accumulate(fresh(window))
+        _refuse_no_gradient(training.optimizer)
     options = variants(training.optimizer, training.parts.device), fixed_reason(training.optimizer)
     if not forward_only:
         training.update()
     return options
+
+
+def _refuse_no_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """Nothing would be trained, and nothing could be compared."""
+    if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+        raise WorkloadError(
+            "the loss gives no gradient to any parameter of the optimizer, so that nothing is trained: compute it from the "
+            "output of the model that loss_fn is given, without .detach() or .item() on the way, and let no hook take the "
+            "gradients before the optimizer's step"
+        )
 
 
 def _check_second_model(functions: UserFunctions, training: Training) -> None:

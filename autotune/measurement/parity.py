@@ -211,7 +211,7 @@ class _Check:
         if first_not_finite(expected.gradients) is not None:
             return "", _to_itself(expected), allowance()  # a deep model that BatchNorm alone keeps finite
         found = difference(expected, self.reference.step(windows[0], evaluated_norms=True))
-        pieces, allowed = len(windows[0]), allowance()
+        pieces, allowed = len(windows[0]), self._own_allowance()
         reason = split_fault(found, allowed, pieces)
         if reason and draws:  # a step that is split draws others
             found, allowed = self._split_by_means(whole[0], windows[0])
@@ -224,7 +224,11 @@ class _Check:
         expected = self.reference.means(whole, SEEDS, evaluated_norms=True)
         self.phase("parity")
         found = self.reference.means(window, SEEDS, evaluated_norms=True)
-        return difference(expected.step(), found.step()), widened(allowance(), expected)
+        return difference(expected.step(), found.step()), widened(self._own_allowance(), expected)
+
+    def _own_allowance(self) -> Allowance:
+        """Of the user's program beside itself, on the same samples in other batches: the rounding of its own types."""
+        return allowance(roundings=self.reference.own_types)
 
     def _larger_batch_fault(self, run: Run, windows: list[Window], batches: Window) -> str:
         """What the user's program leaves out of a batch larger than its own, by itself.
@@ -246,8 +250,7 @@ class _Check:
                 f"{missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
                 "of larger batches"
             )
-        own_rounding = allowance(roundings=self.reference.own_types)
-        if samples_in(batches) < size or found.relative_error <= own_rounding.tolerance:
+        if samples_in(batches) < size or found.relative_error <= self._own_allowance().tolerance:
             return ""
         again = difference(expected, self.reference.step(batches, evaluated_norms=True)).gradients
         if found.relative_error > again.relative_error:

@@ -123,6 +123,28 @@ def test_dropout_frozen_parts_schedulers_and_weights_are_seen() -> None:
     assert "(loss_sum, weight)" in facts.loss_convention
 
 
+def of_a_number(model: nn.Module, batch: Any) -> torch.Tensor:
+    return torch.tensor(mse(model, batch).item(), requires_grad=True)
+
+
+def stepping_in_the_backward_pass() -> nn.Module:
+    model = perceptron()
+
+    def step(parameter: torch.Tensor) -> None:
+        parameter.data -= 0.01 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+@pytest.mark.parametrize("functions", [program(loss_fn=of_a_number), program(stepping_in_the_backward_pass)])
+def test_a_step_that_leaves_the_optimizer_no_gradient_is_refused(functions: UserFunctions) -> None:
+    with pytest.raises(WorkloadError, match="gives no gradient to any parameter of the optimizer"):
+        facts_of(functions)
+
+
 def test_sparse_gradients_fix_the_optimizer() -> None:
     facts = facts_of(
         program(

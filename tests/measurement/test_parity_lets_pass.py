@@ -626,6 +626,25 @@ def test_the_programs_own_rounding_is_allowed(model_fn: Any, loss_fn: Any, varia
     assert 4 * 2.0**-8 <= result.tolerance < 0.1
 
 
+class OwnAutocastAndNorm(nn.Module):
+    """Where its step is split, that is compared by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 32), nn.Tanh())
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(self.layers(x)).float()
+
+
+def test_the_programs_own_rounding_is_allowed_where_splitting_is_compared_by_itself() -> None:
+    result = parity(program(OwnAutocastAndNorm), **SPLIT)
+    assert_passed(result)
+    assert_rejected(parity(program(OwnAutocastAndNorm, loss_fn=summed), **SPLIT), "the loss is a sum")
+
+
 @pytest.mark.parametrize(("model_fn", "loss_fn"), [(OwnAutocast, mse), (in_bf16, mse_in_bf16)])
 def test_the_programs_own_rounding_is_not_told_as_what_a_larger_batch_changes(model_fn: Any, loss_fn: Any) -> None:
     result = parity(program(model_fn, loss_fn=loss_fn), batch_size=32, global_batch_size=None)
