@@ -83,11 +83,21 @@ def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def independent(batch: Any) -> Any:
-    """A copy that shares no memory with the batch: a loss function may change in place what it is given."""
+    """A copy that shares no memory with the batch: a loss function may change in place what it is given.
+
+    Of a view no more is copied than it shows: a sample may be a row of the whole data set.
+    """
     try:
-        return copy.deepcopy(batch)
+        return copy.deepcopy(batch, {id(tensor): tensor.clone() for tensor in tensors(batch) if _is_part(tensor)})
     except Exception:  # whatever an object of the user's raises that cannot be copied: its tensors can
         return map_tensors(batch, torch.clone)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor shows a part of its memory only."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_nested or tensor.requires_grad:
+        return False
+    return tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
 def versions(batch: Any) -> list[int]:

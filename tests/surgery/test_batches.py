@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.surgery.batches import byte_count, describe, leading_size, map_tensors, tensors, to_device
+from autotune.surgery.batches import byte_count, describe, independent, leading_size, map_tensors, tensors, to_device
 
 META = torch.device("meta")
 
@@ -261,3 +261,19 @@ def test_samples_in_a_ready_batch(batch: Any, samples: int) -> None:
 )
 def test_a_batch_in_words(batch: Any, text: str) -> None:
     assert describe(batch) == text
+
+
+def test_a_copy_of_rows_holds_no_more_than_these_rows() -> None:
+    rows = torch.arange(4000.0).view(1000, 4)
+    samples = [(rows[number], {"target": rows[number, :1]}) for number in range(2)]
+    copies = independent(samples)
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors(copies)) == 2 * 5 * 4
+    assert copies[1][0].tolist() == rows[1].tolist() and copies[1][1]["target"].item() == 4.0
+    copies[1][0].zero_()
+    assert rows[1].tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_a_copy_of_what_repeats_its_memory_stays_as_small() -> None:
+    repeated = torch.ones(1, 4).expand(1000, 4)
+    copied = independent(repeated)
+    assert copied.untyped_storage().nbytes() == 16 and copied.data_ptr() != repeated.data_ptr()
