@@ -25,8 +25,8 @@ from autotune.measurement.runs import (
     Difference,
     Place,
     Run,
+    State,
     Step,
-    copied,
     differences,
     kept,
     restore,
@@ -71,9 +71,9 @@ class Reference:
         self._is_stateless = False
         self._reusable: Training | None = None
         self._dropout = DropoutSeen()
-        self._states: list[tuple[Window, dict[str, Any]]] = []
+        self._states: list[tuple[Window, State]] = []
         """Windows of the latest `run`, each with the state before it; without the first, which `weights` are before."""
-        self.weights: dict[str, torch.Tensor] = {}
+        self.weights = State({}, {})
         """What every run starts from; empty before the first."""
         self.has_dropout = False
         """Whether the program drops anything, as its latest `run` showed."""
@@ -147,8 +147,7 @@ class Reference:
         def one_by_one(training: Training) -> dict[int, Difference]:
             found = {}
             for number in numbers:
-                start, before = starts[number], teacher[number - 1] if number else None
-                steps = run_one_step(training, number, given(windows[number]), 1, start, before, weights)
+                steps = run_one_step(training, number, given(windows[number]), 1, starts[number], weights)
                 (found[number],) = differences([teacher[number]], steps)
             return found
 
@@ -162,7 +161,7 @@ class Reference:
         updates = anew or (not starts and max(numbers) > 0)
         return self._with_training(watched, precision=precision, evaluated_norms=evaluated_norms, updates=updates)
 
-    def _states_before(self, windows: list[Window], numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _states_before(self, windows: list[Window], numbers: Sequence[int]) -> dict[int, State]:
         """What these windows start from; empty where one is not known, or the program keeps more than that."""
         if not self._is_stateless or len(self._states) < max(numbers):
             return {}
@@ -180,7 +179,7 @@ class Reference:
         buffers come or grow while it runs takes the first weights no more.
         """
         assert self._latest is not None
-        if _shapes(state(self._latest)) != _shapes(self.weights):
+        if _shapes(self._latest.model.state_dict()) != _shapes(self.weights.held):
             return
         self._reusable = self._latest
 
@@ -223,10 +222,10 @@ class Reference:
             training = self._built()
             if self._is_stateless and not updates:
                 self._reusable = training
-        if self.weights:
+        if self.weights.held or self.weights.beside:
             restore(training, self.weights)
         else:
-            self.weights = copied(state(training), self._place)
+            self.weights = state(training, self._place)
         norms = batch_norms_evaluated(training.model) if evaluated_norms else nullcontext()
         with precision.applied(), eager(), norms, dropout_off(training.model, self._dropout):
             yield training

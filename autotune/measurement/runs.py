@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import nn
 
 from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers, first_not_finite
 from autotune.measurement.sums import parts, plain, products, read_products
+from autotune.surgery.batches import independent
 from autotune.surgery.generators import random_state, seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import Window, fresh
@@ -49,6 +51,16 @@ class Step:
     """What the gradients are multiplied by."""
 
 
+class State(NamedTuple):
+    """What runs start from."""
+
+    held: Mapping[str, Any]
+    """The model's `state_dict()`."""
+    beside: Mapping[str, torch.Tensor]
+    """What that leaves out, such as buffers that are not persistent, and the parameters outside the model, which two
+    trainings may share."""
+
+
 class Drift(NamedTuple):
     """How far the model itself moved a parameter that is not trained, as a momentum encoder follows in the forward."""
 
@@ -71,8 +83,8 @@ class Run:
     """After the last update."""
     drifts: Mapping[str, Drift]
     """Of each parameter that no optimizer trains."""
-    states: list[dict[str, Any]]
-    """Of the training (`state`) before each window but the first."""
+    states: list[State]
+    """Of the training before each window but the first."""
 
     @property
     def drew(self) -> frozenset[str]:
@@ -83,10 +95,10 @@ class Run:
 def run_windows(training: Training, windows: list[Window], seed: int, place: Place = None) -> Run:
     """Trains on the windows in turn, all random numbers drawn from `seed`. What is kept of it is kept in `place`."""
     before, frozen = copied(_trained(training), place), frozen_samples(training)
-    states: list[dict[str, Any]] = []
+    states: list[State] = []
 
     def keep_state() -> None:
-        states.append(copied(state(training), place))
+        states.append(state(training, place))
 
     # Not in a loop, whose variable would hold a window's gradients while the next one runs.
     steps = list(map(partial(kept, place=place), run_steps(training, windows, seed, advanced=keep_state)))
@@ -135,15 +147,11 @@ def run_one_step(
     number: int,
     window: Window,
     seed: int,
-    start: Mapping[str, Any],
-    before: Step | None,
+    start: State,
     inexact: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Iterator[Step]:
-    """The step of a window (counted from 0) out of its turn, as `run_steps` runs it, from the state that was kept before
-    it and the buffers that the step before it left, which a state need not hold all of."""
+    """The step of a window (counted from 0) out of its turn, as `run_steps` runs it, from the state before it."""
     restore(training, start)
-    if before is not None:
-        _take_up_buffers(training, before)
     return run_steps(training, [window], seed + number * SEEDS_A_STEP, inexact=inexact)
 
 
@@ -220,7 +228,9 @@ def _finite_gradients(training: Training, window: Window) -> tuple[torch.Tensor,
         for parameter in parameters.values():
             parameter.grad = None
         for name, buffer in training.model.named_buffers():
-            buffer.copy_(buffers[name])
+            if name in buffers and buffer.shape != buffers[name].shape:
+                buffer.data = buffers[name].clone()  # it grows with each forward
+            _put(buffer, buffers.get(name))
     return training.accumulate(fresh(window)), SCALER_TRIES
 
 
@@ -245,10 +255,18 @@ def _take_up(training: Training, teacher: Step) -> None:
 
 def _take_up_buffers(training: Training, teacher: Step) -> None:
     for name, buffer in training.model.named_buffers():
-        wanted = teacher.buffers[name].to(buffer.device)
-        # One of another shape, as where it holds what a micro-batch left, cannot be taken.
-        if buffer.shape == wanted.shape and not all(map(torch.equal, parts(buffer), parts(wanted))):
-            buffer.copy_(wanted)
+        _put(buffer, teacher.buffers.get(name))
+
+
+def _put(tensor: torch.Tensor, wanted: torch.Tensor | None) -> None:
+    """Gives it this value in its own memory. One of another shape, as where it holds what a micro-batch left, cannot be
+    taken; and one that has it already may be one that nothing can write to."""
+    if wanted is None or tensor.shape != wanted.shape:
+        return
+    wanted = wanted.to(tensor.device)
+    if not all(map(torch.equal, parts(tensor), parts(wanted))):
+        with torch.no_grad():
+            tensor.copy_(wanted)
 
 
 def _scale(training: Training) -> float:
@@ -322,18 +340,25 @@ def _outside(training: Training) -> dict[str, torch.Tensor]:
     return {f"parameter {number} outside the model": parameter for number, parameter in enumerate(outside)}
 
 
-def state(training: Training) -> dict[str, Any]:
-    """What runs start from: the model's state, and the parameters outside it, which two trainings may share."""
-    return {**training.model.state_dict(), **_outside(training)}
+def state(training: Training, place: Place) -> State:
+    """A copy of what the next step depends on, kept in `place`."""
+    held = training.model.state_dict()
+    return State(copied(held, place), copied(_beside(training, held), place))
 
 
-def restore(training: Training, start: Mapping[str, Any]) -> None:
+def restore(training: Training, start: State) -> None:
     """Gives a training what `state` gave of one."""
-    outside = _outside(training)
-    with torch.no_grad():
-        for name, parameter in outside.items():
-            parameter.copy_(start[name])
-    _load(training.model, {name: value for name, value in start.items() if name not in outside})
+    for name, tensor in _beside(training, start.held).items():
+        _put(tensor, start.beside.get(name))
+    # A module may go on to change what it is given as its extra state.
+    held = {n: value if isinstance(value, torch.Tensor) else independent(value) for n, value in start.held.items()}
+    _load(training.model, held)
+
+
+def _beside(training: Training, held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    model = training.model
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {**{name: tensor for name, tensor in named if name not in held}, **_outside(training)}
 
 
 def _load(model: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -351,8 +376,11 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def copied(state: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The tensors of a state, copied; what else lies in it as it is."""
-    return {name: _copy(value, place) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    """The tensors of a state, and what else lies in it, copied."""
+    return {
+        name: _copy(value, place) if isinstance(value, torch.Tensor) else independent(value)
+        for name, value in state.items()
+    }
 
 
 def _copy(tensor: torch.Tensor, place: Place) -> torch.Tensor:

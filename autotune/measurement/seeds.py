@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from autotune.measurement.runs import Place, Step, kept, restore, run_steps
+from autotune.measurement.runs import Place, State, Step, kept, restore, run_steps
 from autotune.training.training import Training
 from autotune.training.windows import Window
 
@@ -68,7 +66,7 @@ class Means:
         )
 
 
-def run_seeds(training: Training, weights: Mapping[str, Any], window: Window, seeds: int, place: Place) -> Means:
+def run_seeds(training: Training, weights: State, window: Window, seeds: int, place: Place) -> Means:
     """The window's gradients from `weights` with seeds 1, 2, ...; the scaler, if there is one, has found its scale.
 
     The means are kept in `place`.

@@ -664,6 +664,25 @@ def test_no_rounding_excuses_a_step_that_is_split_wrong(model_fn: Any, precision
     assert result.tolerance < 0.3
 
 
+class Recording(Net):
+    """Its buffer grows with each forward; in fp16 its first steps overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.seen = torch.cat([self.seen, y.detach().float().flatten()])
+        return y * 8
+
+
+def test_a_buffer_that_grows_is_as_it_was_before_a_step_that_is_skipped() -> None:
+    result = parity(program(Recording), precision="fp16")
+    assert_passed(result)
+    assert result.skipped_steps > 0
+
+
 class Table(Dataset[Any]):
     """Gives many rows at once, as one tensor."""
 

@@ -46,6 +46,42 @@ class Counting(Averaging):
         return super().forward(x) * (1 + next(self.calls))
 
 
+class Partial(Averaging):
+    """Its state holds nothing of what is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.tanh(self.frozen(x)))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        held = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in held.items() if not name.startswith("frozen")}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+class Remembering(Averaging):
+    """Its gradient depends on how often it was called, which lies in an extra state that it hands out itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        return super().forward(x) * self.calls[0]
+
+    def get_extra_state(self) -> list[int]:
+        return self.calls
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.calls = state
+
+
 def asked(functions: UserFunctions) -> tuple[Reference, Run, list[Window]]:
     reference = Reference(functions, CONDITIONS, None, TrainingConfig({}), ())
     windows = windows_for_both(Training(functions, config(), CONDITIONS), 3).windows
@@ -69,3 +105,17 @@ def test_a_step_out_of_its_turn_is_off_as_in_its_turn(model: Any, out_of_turn: l
     assert found[2].buffers == pytest.approx(in_turn[2].buffers, rel=1e-4)
     assert found[2].loss == pytest.approx(in_turn[2].loss, rel=1e-6)
     assert 1e-4 < found[2].gradients.relative_error < 0.1
+
+
+@pytest.mark.parametrize("model", [Averaging, Partial, Remembering])
+def test_a_step_starts_from_the_same_whatever_ran_before(model: Any) -> None:
+    functions = program(model, optimizer_fn=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
+    reference, run, windows = asked(functions)
+    at_first = of_rounding(reference, run, windows, [0])
+    reference.reuse_if_stateless(run, windows)
+    assert list(of_rounding(reference, run, windows, [2])) == [2], "it is given the state before the step"
+    found = of_rounding(reference, run, windows, [0])
+    assert found[0].gradients.relative_error == pytest.approx(at_first[0].gradients.relative_error, rel=1e-4)
+    assert found[0].buffers == pytest.approx(at_first[0].buffers, rel=1e-4)
+    exact = reference.inexact(windows, run.steps, [0])
+    assert exact[0].gradients.relative_error < 1e-6, "what was rounded is as it was"
