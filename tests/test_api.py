@@ -28,7 +28,7 @@ WITHOUT_GUARD = (
     + TINY_PROGRAM
     + """
 print("the script starts", flush=True)
-budget = min(230, max(25, 10 * (time.monotonic() - began)))  # by what importing torch takes on so busy a machine
+budget = min(230, max(60, 10 * (time.monotonic() - began)))  # by what importing torch takes on so busy a machine
 closed_over = [loss_fn, 1.0]
 best = autotune.fit(
     model_fn, data_fn, loss_fn=lambda model, batch: closed_over[0](model, batch) * closed_over[1], budget=budget, trials=2,
