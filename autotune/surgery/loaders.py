@@ -49,7 +49,16 @@ class CountingCollate:
         data = self.collate(drawn)
         if not self.batched:
             return Counted(leading_size(data), data)
-        return Counted(len(drawn) if hasattr(drawn, "__len__") else leading_size(data), data)
+        return Counted(_drawn_samples(drawn, data), data)
+
+
+def _drawn_samples(drawn: Any, data: Any) -> int:
+    """Samples in what a collate function was given. Not the length of columns side by side, which a data set with
+    `__getitems__` may give in the place of a list of samples."""
+    is_columns = isinstance(drawn, tuple) and all(hasattr(column, "shape") for column in drawn)
+    if is_columns or isinstance(drawn, Mapping):
+        return leading_size(drawn)
+    return len(drawn) if hasattr(drawn, "__len__") else leading_size(data)
 
 
 def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:

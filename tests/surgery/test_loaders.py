@@ -386,10 +386,21 @@ def test_ready_batches_are_counted_by_their_first_dimension() -> None:
     assert [batch.samples for batch in counted(DataLoader(Ready(), batch_size=None))] == [3, 4]
 
 
-def test_a_data_set_that_takes_whole_lists_of_indices_is_counted_by_what_it_gives() -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda rows: rows,
+        lambda rows: (rows, rows, rows),
+        lambda rows: {"x": rows, "y": rows, "z": rows},
+        lambda rows: [(row, row) for row in rows],
+        lambda rows: tuple((row, row) for row in rows),
+    ],
+    ids=["a tensor", "columns", "named columns", "a list of samples", "a tuple of samples"],
+)
+def test_a_data_set_that_takes_whole_lists_of_indices_is_counted_by_what_it_gives(form: Any) -> None:
     class AtOnce(TensorDataset):
-        def __getitems__(self, indices: list[int]) -> torch.Tensor:
-            return torch.tensor(indices)
+        def __getitems__(self, indices: list[int]) -> Any:
+            return form(torch.tensor(indices))
 
     loader = DataLoader(AtOnce(torch.arange(5)), batch_size=2, collate_fn=lambda batch: batch)
     assert [batch.samples for batch in counted(loader)] == [2, 2, 1]
