@@ -85,19 +85,34 @@ def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def independent(batch: Any) -> Any:
     """A copy that shares no memory with the batch: a loss function may change in place what it is given.
 
-    Of a view no more is copied than it shows: a sample may be a row of the whole data set.
+    Of a view into much more no more is copied than it spans: a sample may be a row of the whole data set. It keeps its
+    strides, which compiled code may be made for.
     """
     try:
-        return copy.deepcopy(batch, {id(tensor): tensor.clone() for tensor in tensors(batch) if _is_part(tensor)})
+        return copy.deepcopy(
+            batch, {id(tensor): _cut_out(tensor) for tensor in tensors(batch) if _is_small_view(tensor)}
+        )
     except Exception:  # whatever an object of the user's raises that cannot be copied: its tensors can
         return map_tensors(batch, torch.clone)
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor shows a part of its memory only."""
+def _is_small_view(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor spans less than half of its memory."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_nested or tensor.requires_grad:
         return False
-    return tensor.nbytes < tensor.untyped_storage().nbytes()
+    return 2 * _span(tensor) * tensor.element_size() < tensor.untyped_storage().nbytes()
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements of its memory from its first to its last one."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _cut_out(view: torch.Tensor) -> torch.Tensor:
+    memory = view.as_strided((_span(view),), (1,)).clone()
+    return memory.as_strided(view.shape, view.stride())
 
 
 def versions(batch: Any) -> list[int]:

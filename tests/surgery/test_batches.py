@@ -273,6 +273,15 @@ def test_a_copy_of_rows_holds_no_more_than_these_rows() -> None:
     assert rows[1].tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
+def test_a_copy_has_the_strides_of_what_it_is_a_copy_of() -> None:
+    tokens = torch.arange(1000).view(100, 10)
+    views = [tokens[:4, :-1], tokens[50:54, 1:], tokens[7:9].t(), tokens[3, :1].expand(5, 1), tokens[:0], tokens[2, 3]]
+    copies = independent(views)
+    assert all(map(torch.equal, copies, views))
+    assert [copied.stride() for copied in copies] == [view.stride() for view in views]
+    assert max(copied.untyped_storage().nbytes() for copied in copies) == 39 * 8
+
+
 def test_a_copy_of_what_repeats_its_memory_stays_as_small() -> None:
     repeated = torch.ones(1, 4).expand(1000, 4)
     copied = independent(repeated)
