@@ -197,6 +197,10 @@ def _too_slow_at_the_end(session: Session, soak: SoakResult) -> Failure | None:
 
 
 def _own_soak(session: Session) -> TrialAnswer | None:
-    """The user's own program run on for as long; None where there is no time for it."""
-    assert session.baseline is not None
-    return session.probe("soak", session.baseline) if _has_time(session, session.baseline) else None
+    """The user's own program run on for as long, or as there is time for; None where there is none."""
+    base = session.baseline_trial()
+    assert base is not None
+    if not _has_time(session, base.config):
+        return None
+    with _soaks_that_fit(session, base):
+        return session.probe("soak", base.config)

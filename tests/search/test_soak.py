@@ -166,6 +166,20 @@ def test_a_soak_that_is_shortened_does_not_shorten_the_next(new_directory: NewDi
     assert short < 12 < 19 < long
 
 
+def test_a_soak_of_the_users_own_program_takes_no_more_than_is_left(
+    new_directory: NewDirectory, monkeypatch: Any
+) -> None:
+    finding(monkeypatch, lambda request, soak: LEAK if is_bf16(request) else {})
+    search = SimulatedSearch(PROGRAM, FACTS, new_directory())
+    winner = search.space.baseline.replace(BF16)
+    with search.begun() as session:
+        trial = session.measure(winner, "compute")
+        session.budget.seconds = search.machine.now_seconds + 26.0
+        assert not survives(session, trial.config)
+    assert search.machine.asked("soak") == [winner, search.space.baseline]
+    assert -session.budget.left() < LATE_SECONDS
+
+
 def language_model(dataset_length: int) -> SearchFacts:
     """GPT-2 124M, its batch free."""
     return cuda_facts(
