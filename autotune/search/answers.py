@@ -256,7 +256,7 @@ class Results:
 def gain_of_update(one: Measurement, other: Measurement) -> float | None:
     """How many times faster a step is than another one by its update, all else alike, as the share that it takes tells; None
     where that was not seen. Either share is seen within one process, so that it does not matter how far processes differ."""
-    if one.update_share is None or other.update_share is None:
+    if one.update_share is None or other.update_share is None or other.update_share >= 1:
         return None
     return (1 - one.update_share) / (1 - other.update_share)
 

@@ -22,6 +22,8 @@ LOADING_LASTS_LONGER = 0.5
 """End to end at less than this share of the step alone, more time goes by in loading than in the step."""
 ANOTHER_STEP = 1.5
 """So many times faster, a step has another share in its update: what gained too little there to be seen may do so now."""
+NOT_DISTURBED = 0.9
+"""A rate below this share of what another update gave says that the machine was busy, or that the shares do not tell."""
 LEAP = 16
 """Until the device is busy, a batch of so many times the size takes no longer, so that what lies between tells nothing; and
 one trial of seconds is what a short budget has left beside a compilation."""
@@ -163,7 +165,8 @@ def is_worthwhile(session: Session, knob: Knob, trial: Trial, without: Trial) ->
         assert trial.measurement is not None and without.measurement is not None
         gain = gain_of_update(trial.measurement, without.measurement)
         if gain is not None:
-            return gain >= WORTHWHILE_GAIN
+            is_no_slower = session.compute_score(trial) >= NOT_DISTURBED * session.compute_score(without)
+            return gain >= WORTHWHILE_GAIN and is_no_slower
     return _better(session, trial, without)
 
 

@@ -96,9 +96,9 @@ def test_no_implementation_of_the_update_is_tried_where_it_takes_next_to_nothing
 def test_whether_another_update_pays_is_told_by_what_it_takes_not_by_rates(
     gains: bool, new_directory: NewDirectory
 ) -> None:
-    """It gains 12 % of the step, or nothing, and from process to process the rate differs by 15 %."""
+    """It gains 6 % of the step, or nothing, and from process to process the rate differs by as much."""
     program = Program(
-        sample_seconds=0.001, update_seconds=0.007, process_spread=0.15,
+        sample_seconds=0.001, update_seconds=0.0035, process_spread=0.05,
         update_speedups={("optimizer_impl", "fused"): 2.5 if gains else 1.0},
     )  # fmt: skip
     rates_agree = set()
@@ -109,6 +109,16 @@ def test_whether_another_update_pays_is_told_by_what_it_takes_not_by_rates(
         assert own is not None and fused is not None
         rates_agree.add((fused.samples_per_second >= 1.02 * own.samples_per_second) == gains)
     assert rates_agree == {True, False}, "the rates alone would have told that"
+
+
+def test_a_shorter_update_is_not_taken_beside_a_step_that_is_slower(new_directory: NewDirectory) -> None:
+    program = Program(
+        sample_seconds=0.001, update_seconds=0.007,
+        update_speedups={("optimizer_impl", "fused"): 2.5}, sample_speedups={("optimizer_impl", "fused"): 0.7},
+    )  # fmt: skip
+    _, leader, tried = descended(program, new_directory(), only=("optimizer_impl",))
+    assert {"optimizer_impl": "fused"} in tried
+    assert leader == {}
 
 
 def test_recomputation_is_not_tried_for_speed(new_directory: NewDirectory) -> None:
