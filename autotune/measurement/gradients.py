@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -89,6 +90,39 @@ def first_not_finite(gradients: Gradients) -> str | None:
         if gradient is not None and gradient.numel()
     }
     return next((name for name, values in read(extremes).items() if not all(map(math.isfinite, values))), None)
+
+
+class Move(NamedTuple):
+    """How far a buffer was moved in one step, on both sides from the same values."""
+
+    expected: float
+    got: float
+    size: float
+    """Norm of what it was moved from."""
+    scale: float
+    """Norm of as many ones."""
+
+
+def compare_moves(
+    before: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], candidate: dict[str, torch.Tensor]
+) -> dict[str, Move]:
+    """Of each buffer of floating point numbers that kept its shape and stayed finite."""
+    values = {}
+    for name, start in before.items():
+        states = [state[name] for state in (before, reference, candidate) if name in state]
+        if len(states) == 3 and all(_can_be_moved(state) and state.shape == start.shape for state in states):
+            begin, end, own_end = (state.to(states[-1].device).float() for state in states)
+            norms = map(torch.linalg.vector_norm, (end - begin, own_end - begin, begin))
+            values[name] = torch.stack(list(norms))
+    moves = {
+        name: Move(expected, got, size, math.sqrt(before[name].numel()))
+        for name, (expected, got, size) in read(values).items()
+    }
+    return {name: move for name, move in moves.items() if all(map(math.isfinite, move))}
+
+
+def _can_be_moved(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.layout == torch.strided and not buffer.is_nested
 
 
 def compare_buffers(reference: dict[str, torch.Tensor], candidate: dict[str, torch.Tensor]) -> dict[str, float]:

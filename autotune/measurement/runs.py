@@ -5,14 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autotune.measurement.gradients import Comparison, Gradients, compare, compare_buffers, first_not_finite
+from autotune.measurement.gradients import (
+    Comparison,
+    Gradients,
+    Move,
+    compare,
+    compare_buffers,
+    compare_moves,
+    first_not_finite,
+)
 from autotune.measurement.sums import parts, plain, products, read_products
 from autotune.surgery.batches import independent
 from autotune.surgery.generators import random_state, seed_everything
@@ -400,21 +408,24 @@ class Difference:
     expected_loss: float
     loss: float
     skipped: int = 0
+    moves: Mapping[str, Move] = field(default_factory=dict)
+    """Of each buffer, where it is known what it was before the step."""
 
 
 def differences(reference: Sequence[Step], steps: Iterable[Step]) -> list[Difference]:
     """Of each step in turn, which is let go before the next is asked for: its gradients would take up memory."""
-    return list(map(difference, reference, steps))
+    return list(map(difference, reference, steps, (None, *reference)))
 
 
-def difference(expected: Step, step: Step) -> Difference:
-    """Of one step."""
+def difference(expected: Step, step: Step, before: Step | None = None) -> Difference:
+    """Of one step. `before`: the reference's step before it, whose buffers both sides went on from."""
     return Difference(
         compare(expected.gradients, step.gradients, step.scale),
         compare_buffers(expected.buffers, step.buffers),
         expected.loss,
         step.loss,
         step.skipped,
+        compare_moves(before.buffers, expected.buffers, step.buffers) if before is not None else {},
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.measurement.gradients import Comparison
+from autotune.measurement.gradients import Comparison, Move
 from autotune.measurement.runs import SCALER_TRIES, Difference, Drift, ParameterChange, Settings
 from autotune.measurement.seeds import Mean, Means
 
@@ -42,6 +42,9 @@ UPDATE_TOLERANCE = 1e-4
 order of a few operations in fp32, 1e-6; a weight decay of 0.01 that is lost makes 1e-3 of weights of 0.1."""
 LARGEST_DRIFT = 1.5
 """So many times as far, or as near, may a parameter be moved that follows trained ones: twice a step is twice as far."""
+SMALLEST_MOVE = 1e-4
+"""A buffer that moves by less, of its size, does not move; nor one by a hundredth of that for each of its elements: behind a
+norm, means are zero but for rounding."""
 UPDATE_RESOLUTIONS = 4.0
 """And so many distances of neighbouring numbers, for each update rounds the parameter that it is added to."""
 
@@ -182,7 +185,9 @@ def fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
         or _gradient_fault(steps, allowed, pieces)
         or _tensor_fault(steps, allowed)
         or _first(
-            _loss_fault(step, loss_tolerance, number) or buffer_fault(step.buffers, allowed, number)
+            _loss_fault(step, loss_tolerance, number)
+            or buffer_fault(step.buffers, allowed, number)
+            or _move_fault(step.moves, allowed, number, pieces)
             for number, step in numbered
         )
     )
@@ -375,22 +380,40 @@ def drift_fault(expected: Mapping[str, Drift], found: Mapping[str, Drift], steps
     """
     for name, reference in expected.items():
         drift = found.get(name, reference)
-        furthest, nearest = max(reference.moved, drift.moved), min(reference.moved, drift.moved)
-        if furthest <= LARGEST_DRIFT * nearest + reference.rounding:
+        if _about_as_far(reference.moved, drift.moved, reference.rounding):
             continue
         times = (
             f"{drift.moved / reference.moved:.2g} times as far" if reference.moved > reference.rounding else "further"
         )
-        each = (
-            f"at each of the {pieces} micro-batches of a step"
-            if pieces > 1
-            else "at each forward pass, recomputed or not"
-        )
         return (
             f"{name}, which is not trained, is moved {times} in {steps} steps as the user's program moves it: the model "
-            f"changes it by itself, {each}"
+            f"changes it by itself, {_at_each(pieces)}"
         )
     return ""
+
+
+def _move_fault(moves: Mapping[str, Move], allowed: Allowance, number: int, pieces: int) -> str:
+    """What is wrong with how far buffers were moved in a step: one that moves slowly differs by little of itself."""
+    for name, move in moves.items():
+        share = SMALLEST_MOVE + TENSOR_FLOORS * allowed.buffer_errors.get(name, 0.0)
+        rounding = share * move.size + SMALLEST_MOVE / 100 * move.scale
+        if not _about_as_far(move.expected, move.got, rounding):
+            times = f"{move.got / move.expected:.2g} times as far" if move.expected > rounding else "further"
+            return (
+                f"buffer {name} is moved {times} in step {number} as the user's program moves it: the model changes it, "
+                f"{_at_each(pieces)}"
+            )
+    return ""
+
+
+def _about_as_far(expected: float, moved: float, rounding: float) -> bool:
+    return max(expected, moved) <= LARGEST_DRIFT * min(expected, moved) + rounding
+
+
+def _at_each(pieces: int) -> str:
+    return (
+        f"at each of the {pieces} micro-batches of a step" if pieces > 1 else "at each forward pass, recomputed or not"
+    )
 
 
 def update_tolerance(change: ParameterChange, exact: bool) -> float:

@@ -318,6 +318,33 @@ def test_neither_norms_nor_noise_hide_what_the_model_moves_at_each_micro_batch(
     )
 
 
+class FollowsFeatures(nn.Module):
+    """A buffer that is large already follows the means of features slowly, as a codebook or an observer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("centre", torch.linspace(2, 3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            self.centre.lerp_(y.mean(0).float(), 0.002)
+        return x + torch.tanh(y)
+
+
+def test_a_buffer_that_moves_slowly_is_rejected_where_it_moves_more_often() -> None:
+    recomputed: dict[str, Any] = {"blocks": BLOCKS, "activation_checkpointing": "all"}
+    functions = program(lambda: Net(FollowsFeatures))
+    assert_passed(parity(functions))
+    assert_passed(parity(functions, precision="bf16"))
+    assert_rejected(
+        parity(functions, **SPLIT), "buffer blocks.*centre is moved 4 times as far .* of the 4 micro-batches"
+    )
+    assert_rejected(parity(functions, **recomputed), "buffer blocks.*centre is moved 2 times as far in step 2")
+    assert_rejected(parity(functions, **recomputed, precision="bf16"), "buffer blocks.*centre is moved 2 times as far")
+
+
 class CountsForwards(Net):
     """A count that weighs a term of the loss more and more, beside noise that hides what it does in the first steps."""
 
