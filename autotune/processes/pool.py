@@ -39,8 +39,9 @@ _GPU_RETURN_POLL_SECONDS = 0.002
 class TrialPool:
     """A `TrialBackend` of real processes: one server per environment, one fork of it per trial.
 
-    Where forked processes cannot work (the user's module uses CUDA or parallel operations when it is imported), every
-    trial gets an interpreter of its own instead; `notes` and `on_note` say so once.
+    Where forked processes cannot work (the user's module uses CUDA or parallel operations when it is imported, or a step
+    waits for a thread that the import started), every trial gets an interpreter of its own instead; `notes` and `on_note`
+    say so once.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TrialPool:
         self._working_directory = os.getcwd()
         self._start_method: StartMethod = start_method
         self._fork_proven = False
+        self._started_threads = False
         self._servers: dict[tuple[tuple[str, str], ...], ServerProcess] = {}
         self._trial_number = _last_trial_number(directory)
 
@@ -101,11 +103,13 @@ class TrialPool:
         used_before = self._gpu_used_bytes()
         ending = self._run_once(request, on_phase)
         if self._start_method == "fork" and not self._fork_proven:
-            if ending.timeout_phase in ("start", "build"):
-                self._switch_to_fresh("the first trial stayed silent in a forked process")
+            if problem := self._problem_of_forking(ending):
+                self._switch_to_fresh(problem)
                 ending.remove_results()
+                started = time.monotonic()  # or the trial would pass for a slow one
                 ending = self._run_once(request, on_phase)
-            self._fork_proven = True
+            # A queue that no thread empties takes some steps to fill up: a few show nothing.
+            self._fork_proven = request.kind == "measure" or not self._started_threads
         self._refuse_full_disk(ending)
         answer = answer_of(ending)
         ending.remove_results()
@@ -114,6 +118,14 @@ class TrialPool:
             answer = TrialAnswer(failure=failure.model_copy(update={"output_path": ending.output_path}))
         seconds = time.monotonic() - started
         return answer.model_copy(update={"seconds": seconds, "output_path": ending.output_path})
+
+    def _problem_of_forking(self, ending: Ending) -> str | None:
+        """What may have kept a trial from ending that an interpreter of its own would cure."""
+        if ending.timeout_phase in ("start", "build"):
+            return "the first trial stayed silent in a forked process"
+        if ending.timeout_phase is not None and self._started_threads:
+            return "a trial got stuck in a forked process, which has none of the threads that importing your program starts"
+        return None
 
     def _refuse_full_disk(self, ending: Ending) -> None:
         """What a trial could not write down is no failure of what it tried."""
@@ -134,13 +146,14 @@ class TrialPool:
         server = ServerProcess(environment, self._directory / "server.log")
         self._servers[key] = server
         try:
-            problem = server.prepare(self._hello(), self._on_note).fork_problem
+            ready = server.prepare(self._hello(), self._on_note)
         except BaseException:
             self._discard(server)
             raise
-        if problem is None:
+        self._started_threads = ready.started_threads
+        if ready.fork_problem is None:
             return server
-        self._switch_to_fresh(problem)
+        self._switch_to_fresh(ready.fork_problem)
         return self._server(environment)
 
     def _hello(self) -> Hello:

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from types import FrameType
@@ -132,7 +133,7 @@ class Server:
             self._hear_signals()  # the user's module may have set handlers of its own, or ignored them
             self._kept = frozenset(descendants(os.getpid()))
             problem = fork_problem(self._thread_count, hello.silence_seconds)
-        self._channel.send(Ready(problem))
+        self._channel.send(Ready(problem, started_threads=threading.active_count() > 1))
         return True
 
     def _keep_to_the_connection(self) -> None:

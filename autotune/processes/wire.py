@@ -79,6 +79,8 @@ class Ready:
     """Trials can start; `fork_problem` says why they cannot be forked, where that is so."""
 
     fork_problem: str | None
+    started_threads: bool
+    """Importing the user's module left threads, which no fork has."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,22 @@ def model_fn():
     return torch.nn.Linear(4, 1)
 """
 
+THREAD_AT_IMPORT = """
+import builtins
+import queue
+import threading
+from trial_behaviours import data_fn, model_fn
+
+ASKED, ANSWERED = queue.Queue(), queue.Queue()
+
+def answer():
+    while True:
+        ANSWERED.put(ASKED.get())
+
+threading.Thread(target=answer, daemon=True).start()
+builtins.ask_a_thread = lambda: (ASKED.put(1), ANSWERED.get())
+"""
+
 
 def start_method_of(answer):
     assert answer.failure is None, answer.failure
@@ -60,6 +76,23 @@ def test_first_trial_silent(file_workload, request_for, tmp_path, monkeypatch):
         assert pool.notes == []
         assert start_method_of(pool.run(request_for("look_around"))) == "fresh"
         assert len(pool.notes) == 1
+
+
+def test_a_program_that_waits_for_a_thread_of_its_import(file_workload, request_for, tmp_path):
+    with TrialPool(file_workload(THREAD_AT_IMPORT), tmp_path, entry=ENTRY) as pool:
+        assert start_method_of(pool.run(request_for("look_around"))) == "fork"
+        answer = pool.run(request_for("ask_a_thread", measure_seconds=10.0))
+        assert start_method_of(answer) == "fresh"
+        assert answer.seconds - float(answer.soak.findings[4]) < 10.0  # without those of the one that hung
+        assert "none of the threads" in pool.notes[0]
+
+
+def test_a_trial_that_hangs_after_one_was_measured_is_not_run_again(file_workload, request_for, tmp_path):
+    with TrialPool(file_workload(THREAD_AT_IMPORT), tmp_path, entry=ENTRY) as pool:
+        assert start_method_of(pool.run(request_for("look_around").model_copy(update={"kind": "measure"}))) == "fork"
+        assert pool.run(request_for("ask_a_thread", measure_seconds=1.0)).failure.kind == "timeout"
+        assert start_method_of(pool.run(request_for("look_around"))) == "fork"
+        assert pool.notes == []
 
 
 def test_one_server_for_each_environment(behaving_workload, request_for, tmp_path, monkeypatch):
@@ -150,7 +183,8 @@ os.fork()
 
 def test_a_module_that_changes_its_process_while_it_is_imported(file_workload, request_for, children, tmp_path):
     with TrialPool(file_workload(UNRULY), tmp_path, entry=ENTRY) as pool:
-        assert start_method_of(pool.run(request_for("look_around"))) == "fork"
+        measured = request_for("look_around").model_copy(update={"kind": "measure"})  # so that no thread is missed
+        assert start_method_of(pool.run(measured)) == "fork"
         lost = pool.run(request_for("lose_a_worker_by_signal")).failure
         assert (lost.kind, lost.signal) == ("crash", "SIGSEGV"), lost
         hung = pool.run(request_for("hang", measure_seconds=1.0)).failure

@@ -340,8 +340,14 @@ def return_not_a_number(request):
     return TrialAnswer(soak=soak)
 
 
+def ask_a_thread(request):
+    builtins.ask_a_thread()  # which the user's module started
+    return look_around(request)
+
+
 BEHAVIOURS = [
     look_around,
+    ask_a_thread,
     die_of_segfault,
     hang,
     hang_in_native_code,
