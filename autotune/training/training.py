@@ -192,8 +192,8 @@ class Training:
     def _loss(self, batch: Any, compute_loss: LossFunction) -> Loss:
         try:
             return compute_loss(self.parts.model, batch)
-        except TypeError as error:
-            if self._uses_loss_fn:
+        except (TypeError, NotImplementedError) as error:
+            if self._uses_loss_fn or (isinstance(error, NotImplementedError) and _has_forward(self.parts.model)):
                 raise
             raise explain_failed_call(batch, error) from error
 
@@ -251,6 +251,11 @@ class Training:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _has_forward(model: nn.Module) -> bool:
+    """A module that only trains by a method of its own has none."""
+    return getattr(type(model), "forward", None) is not nn.Module.forward
 
 
 def _present(hooks: Iterable[Hook | None]) -> list[Hook]:

@@ -546,3 +546,28 @@ def test_a_type_error_in_the_users_loss_is_theirs_and_without_a_loss_fn_it_is_ex
     training = built(program(loss_fn=None))
     with pytest.raises(WorkloadError, match="calling the model with it raised TypeError"):
         training.step(next(iter(training.loader)))
+
+
+class TrainsByItself(nn.Linear):
+    """All that it can do is a method of its own, as in Lightning."""
+
+    forward = nn.Module.forward
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return F.mse_loss(F.linear(batch[0], self.weight, self.bias), batch[1])
+
+
+class NotEverywhere(nn.Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError("no such kernel")
+
+
+def test_a_model_without_a_forward_needs_a_loss_fn() -> None:
+    training = built(program(lambda: TrainsByItself(WIDTH, 1), loss_fn=None))
+    with pytest.raises(WorkloadError, match=r"missing the required .*\. Write\n    def loss_fn\(model, batch\)"):
+        training.step(next(iter(training.loader)))
+    training = built(program(lambda: TrainsByItself(WIDTH, 1), loss_fn=TrainsByItself.training_step))
+    training.step(next(iter(training.loader)))
+    training = built(program(lambda: NotEverywhere(WIDTH, 1), loss_fn=None))
+    with pytest.raises(NotImplementedError, match="no such kernel"):
+        training.step(next(iter(training.loader)))
