@@ -32,6 +32,8 @@ LARGEST_TOLERANCE = 0.9
 LARGEST_IN_ONE_STEP = 0.9
 """A sample that lies at a kink (ReLU) goes the other way by the least rounding, and moves the gradient of a small batch by a
 tenth (fp16, CPU). So most of the steps must be within the gate, and each within this."""
+LARGEST_IN_ONE_EXACT_STEP = 0.2
+"""Within this where nothing is rounded to less than fp32: few samples lie so near a kink."""
 LOSS_IN_ONE_STEP = 3.0
 """So many times of what is allowed for a loss, likewise: one that is a small difference may be much off by chance."""
 LARGEST_BUFFER_TOLERANCE = 0.5
@@ -249,7 +251,8 @@ def _loss_fault(step: Difference, tolerance: float, number: int) -> str:
 
 def _gradient_fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
     errors = [step.gradients.relative_error for step in steps]
-    limit = max(allowed.tolerance, LARGEST_IN_ONE_STEP)
+    in_one = LARGEST_IN_ONE_STEP if allowed.unit_roundoff else LARGEST_IN_ONE_EXACT_STEP
+    limit = max(allowed.tolerance, in_one)
     if _of_most(errors) <= allowed.tolerance and max(errors) <= limit:
         return ""
     limit = limit if _of_most(errors) <= allowed.tolerance else allowed.tolerance
