@@ -17,6 +17,7 @@ from autotune.measurement.determinism import HIGHEST, Precision, batch_norms_eva
 from autotune.measurement.floors import LARGEST_REPEAT, MOST_DEPTH, Floors
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
+from autotune.measurement.other_batches import OtherBatches
 from autotune.measurement.reference import Reference
 from autotune.measurement.runs import (
     Difference,
@@ -35,13 +36,12 @@ from autotune.measurement.runs import (
     run_steps,
 )
 from autotune.measurement.samples import windows_for_both
-from autotune.measurement.seeds import run_seeds
+from autotune.measurement.seeds import SEEDS, run_seeds
 from autotune.measurement.verdict import (
     Allowance,
     allowance,
     drift_fault,
     fault,
-    split_fault,
     update_fault,
     widened,
     wider,
@@ -50,15 +50,13 @@ from autotune.records import Conditions, ParityResult, TrialRequest
 from autotune.surgery.generators import seed_everything
 from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.training.training import Training
-from autotune.training.windows import Window, samples_in
+from autotune.training.windows import Window
 from autotune.workload import UserFunctions
 
 STEPS = 3
 """Windows that are compared. CUDA graphs run the first as it is, record the second and replay the third."""
 LARGEST_KEPT_SHARE = 1 / 8
 """Of the device's memory, for what the reference leaves behind."""
-SEEDS = 8
-"""Where a candidate cannot but draw other random numbers, means over so many seeds are compared."""
 
 
 def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> ParityResult:
@@ -170,18 +168,20 @@ class _Check:
             expected = self.reference.run(taken)
         if reason := _own_fault(expected.steps):
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
+        other_batches = OtherBatches(self.reference, has_batch_norm, self.phase, self.notes)
         splits_apart = whole is not None and (draws or has_batch_norm)
         if splits_apart or own_batches is not None or self.floors.roundings:
             self.reference.reuse_if_stateless(expected, taken)
         if whole is not None and splits_apart:
             if has_batch_norm:
                 self.notes.append("BatchNorm sees the micro-batch: both sides were compared at the same one")
-            reason, found, allowed = self._accumulation_fault(whole, windows, expected, draws)
+            reason, found, allowed = other_batches.accumulation_fault(whole, windows, expected, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)
-        batches = None if draws else own_batches  # layers that are dropped at random are left out by chance
-        if batches is not None and (reason := self._larger_batch_fault(expected, windows, batches)):
-            return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
+        if own_batches is not None and not draws:  # layers that are dropped at random are left out by chance
+            reason = other_batches.larger_batch_fault(expected, windows, own_batches)
+            if reason:
+                return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         return self._compared(expected, taken, windows)
 
     def _built(self) -> Training:
@@ -199,73 +199,6 @@ class _Check:
         return None if kept_bytes <= limit_bytes * LARGEST_KEPT_SHARE else torch.device("cpu")
 
     # --- the verdict ---
-
-    def _accumulation_fault(
-        self, whole: list[Window], windows: list[Window], run: Run, draws: bool
-    ) -> tuple[str, Difference, Allowance]:
-        """What splitting a step does by itself: the user's program on both, nothing else changed.
-
-        `run`: the user's program on the windows as they are split.
-        """
-        expected = self.reference.step(whole[0], evaluated_norms=True)
-        if first_not_finite(expected.gradients) is not None:
-            return "", _to_itself(expected), allowance()  # a deep model that BatchNorm alone keeps finite
-        found = difference(expected, self.reference.step(windows[0], evaluated_norms=True))
-        pieces, allowed = len(windows[0]), self._own_allowance()
-        reason = split_fault(found, allowed, pieces)
-        if reason and draws:  # a step that is split draws others
-            found, allowed = self._split_by_means(whole[0], windows[0])
-            reason = split_fault(found, allowed, pieces)
-        return reason or self._split_drift_fault(whole, run, pieces), found, allowed
-
-    def _split_by_means(self, whole: Window, window: Window) -> tuple[Difference, Allowance]:
-        """Over several seeds. One seed's gradient may be off by more than that of a sum that is taken for a mean."""
-        self.phase("parity")  # each has a time limit of its own
-        expected = self.reference.means(whole, SEEDS, evaluated_norms=True)
-        self.phase("parity")
-        found = self.reference.means(window, SEEDS, evaluated_norms=True)
-        return difference(expected.step(), found.step()), widened(self._own_allowance(), expected)
-
-    def _own_allowance(self) -> Allowance:
-        """Of the user's program beside itself, on the same samples in other batches: the rounding of its own types."""
-        return allowance(roundings=self.reference.own_types)
-
-    def _larger_batch_fault(self, run: Run, windows: list[Window], batches: Window) -> str:
-        """What the user's program leaves out of a batch larger than its own, by itself.
-
-        That the gradient is another one is no fault: a loss may couple the samples of its batch. It is noted, where the
-        batch holds not so many of the user's own that a step on all of them would take long.
-        """
-        expected = self.reference.step(batches, evaluated_norms=True)
-        if first_not_finite(expected.gradients) is not None:
-            return ""
-        whole = self.reference.step(windows[0], evaluated_norms=True) if self.has_batch_norm else run.steps[0]
-        found = difference(expected, whole).gradients
-        size, own = samples_in(windows[0]), batches[0].samples
-        missing = found.missing
-        if missing:  # or it takes its parts in turn, and leaves one out of a single batch of theirs as well
-            missing = difference(self.reference.step(batches[:1], evaluated_norms=True), whole).gradients.missing
-        if missing:
-            return (
-                f"{missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
-                "of larger batches"
-            )
-        if samples_in(batches) < size or found.relative_error <= self._own_allowance().tolerance:
-            return ""
-        again = difference(expected, self.reference.step(batches, evaluated_norms=True)).gradients
-        if found.relative_error > again.relative_error:
-            self.notes.append(
-                f"your program in fp32 gives another gradient for {size} samples at once than for the same in batches of "
-                f"{own}, by {found.relative_error:.2g}: its loss couples the samples of a batch, or its model treats "
-                "larger batches differently"
-            )
-        return ""
-
-    def _split_drift_fault(self, whole: list[Window], run: Run, pieces: int) -> str:
-        """What the model itself moves at each of the micro-batches, and the user's program once a step."""
-        if all(drift.moved <= drift.rounding for drift in run.drifts.values()):
-            return ""
-        return drift_fault(self.reference.run(whole).drifts, run.drifts, len(whole), pieces)
 
     def _compared(self, expected: Run, taken: list[Window], windows: list[Window]) -> ParityResult:
         """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one."""
@@ -390,13 +323,13 @@ class _Check:
         if self.request.reference:
             self._let_candidate_go()
         self.phase("parity")
-        expected = self.reference.means(window, SEEDS)
+        expected = self.reference.means(window)
         if self.request.reference:
             self._let_reference_go()
             self.training = self._built_again()
         self.phase("compile")
         with self._without_dropout(self.training):
-            means = run_seeds(self.training, self.reference.weights, window, SEEDS, self.place)
+            means = run_seeds(self.training, self.reference.weights, window, self.place)
         first = difference(expected.step(), means.step())
         finite = all(math.isfinite(step.loss) for step in steps)
         return [first] if finite else [first, *steps[1:]], widened(allowed, expected)

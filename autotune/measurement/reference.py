@@ -102,10 +102,10 @@ class Reference:
             lambda training: _one_step(training, window, seed, self._place), evaluated_norms=evaluated_norms
         )
 
-    def means(self, window: Window, seeds: int, *, evaluated_norms: bool = False) -> Means:
+    def means(self, window: Window, *, evaluated_norms: bool = False) -> Means:
         """One window, by its means over several seeds."""
         return self._with_training(
-            lambda training: run_seeds(training, self.weights, window, seeds, self._place),
+            lambda training: run_seeds(training, self.weights, window, self._place),
             evaluated_norms=evaluated_norms,
         )
 

@@ -11,6 +11,9 @@ from autotune.measurement.runs import Place, State, Step, kept, restore, run_ste
 from autotune.training.training import Training
 from autotune.training.windows import Window
 
+SEEDS = 8
+"""Where a run cannot but draw other random numbers, means over so many are compared."""
+
 
 @dataclass
 class Mean:
@@ -66,13 +69,13 @@ class Means:
         )
 
 
-def run_seeds(training: Training, weights: State, window: Window, seeds: int, place: Place) -> Means:
+def run_seeds(training: Training, weights: State, window: Window, place: Place) -> Means:
     """The window's gradients from `weights` with seeds 1, 2, ...; the scaler, if there is one, has found its scale.
 
     The means are kept in `place`.
     """
     means = Means()
-    for seed in range(1, seeds + 1):
+    for seed in range(1, SEEDS + 1):
         restore(training, weights)
         (step,) = (kept(step, place) for step in run_steps(training, [window], seed))
         for name, gradient in step.gradients.items():

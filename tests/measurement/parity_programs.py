@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from autotune.measurement.parity import check_parity
 from autotune.records import ParityResult
@@ -81,6 +82,35 @@ class Sensitive(nn.Module):
         return self.head(x)
 
 
+class NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.norm(self.inner(x)))
+
+
+def norm_net() -> nn.Module:
+    return Net(NormBlock)
+
+
+class NormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+
+
 def in_autocast() -> bool:
     return torch.is_autocast_enabled("cpu")
 
@@ -90,3 +120,15 @@ def noise_by_type(like: torch.Tensor) -> torch.Tensor:
     if like.dtype == torch.bfloat16:
         torch.rand(1)
     return torch.randn_like(like)
+
+
+# --- losses ---
+
+
+def sum_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+
+def contrastive(model: nn.Module, batch: Any) -> torch.Tensor:
+    y = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(y @ y.t() / 0.2, torch.arange(len(y)).roll(1))

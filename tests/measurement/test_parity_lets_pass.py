@@ -538,23 +538,6 @@ def test_a_loss_with_parameters_of_its_own_is_run_from_the_same_ones() -> None:
         assert result.notes == ()
 
 
-class TakesTurns(nn.Module):
-    """One layer at one call, the other at the next, as a generator and its critic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.odd, self.even = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.odd(x) if self.calls % 2 else self.even(x)
-
-
-def test_layers_that_take_turns_are_not_left_out_of_a_larger_batch() -> None:
-    assert_passed(parity(program(TakesTurns), batch_size=32))
-
-
 def with_chance_alone(model: nn.Module, batch: Any) -> torch.Tensor:
     chosen = torch.distributions.Categorical(logits=model(batch[0]))
     actions = chosen.sample()
@@ -624,25 +607,6 @@ def test_the_programs_own_rounding_is_allowed(model_fn: Any, loss_fn: Any, varia
     result = parity(program(model_fn, loss_fn=loss_fn), **VARIANTS[variant])
     assert_passed(result)
     assert 4 * 2.0**-8 <= result.tolerance < 0.1
-
-
-class OwnAutocastAndNorm(nn.Module):
-    """Where its step is split, that is compared by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 32), nn.Tanh())
-        self.head = nn.Linear(32, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.head(self.layers(x)).float()
-
-
-def test_the_programs_own_rounding_is_allowed_where_splitting_is_compared_by_itself() -> None:
-    result = parity(program(OwnAutocastAndNorm), **SPLIT)
-    assert_passed(result)
-    assert_rejected(parity(program(OwnAutocastAndNorm, loss_fn=summed), **SPLIT), "the loss is a sum")
 
 
 @pytest.mark.parametrize(("model_fn", "loss_fn"), [(OwnAutocast, mse), (in_bf16, mse_in_bf16)])

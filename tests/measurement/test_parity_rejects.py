@@ -21,11 +21,16 @@ from tests.measurement.parity_programs import (
     BLOCKS,
     SPLIT,
     Net,
+    NormNet,
     Sensitive,
     assert_passed,
     assert_rejected,
+    contrastive,
     in_autocast,
+    norm_net,
     parity,
+    sum_loss,
+    wide,
 )
 from tests.measurement.programs import WIDTH, perceptron, program, regression_data
 
@@ -138,17 +143,8 @@ def test_numerical_cancellation_is_rejected() -> None:
 # --- accumulation ---
 
 
-def sum_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
-
-
 def sum_and_count(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
     return sum_loss(model, batch), batch[1].numel()
-
-
-def contrastive(model: nn.Module, batch: Any) -> torch.Tensor:
-    y = F.normalize(model(batch[0]), dim=1)
-    return F.cross_entropy(y @ y.t() / 0.2, torch.arange(len(y)).roll(1))
 
 
 class Ragged(Dataset[torch.Tensor]):
@@ -201,29 +197,6 @@ def test_a_mean_over_tokens_of_ragged_batches_is_rejected_and_the_pair_passes() 
     assert_passed(parity(program(reader, ragged_data, token_losses), **SPLIT))
 
 
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
-
-
-class Encoded(nn.Module):
-    """A variational autoencoder: noise between two layers, whose gradient it moves by as much as that is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        return self.head(torch.tanh(y + torch.randn_like(y)))
-
-
-def test_a_sum_is_no_mean_however_far_random_numbers_move_its_gradient() -> None:
-    half = {**SPLIT, "batch_size": 4}
-    assert_passed(parity(program(Encoded), **half))
-    result = parity(program(Encoded, loss_fn=sum_loss), **half)
-    assert_rejected(result, r"the loss is a sum, or .*\. Return \(loss_sum, weight\)")
-
-
 def test_a_mean_over_what_a_micro_batch_has_none_of_says_what_to_return() -> None:
     def over_a_few(model: nn.Module, batch: Any) -> torch.Tensor:
         counts = batch[0][:, 0] > 0
@@ -238,35 +211,6 @@ def test_a_mean_over_what_a_micro_batch_has_none_of_says_what_to_return() -> Non
 def test_a_loss_that_couples_the_samples_is_rejected_where_they_are_split() -> None:
     assert_passed(parity(program(wide, loss_fn=contrastive)))
     assert_rejected(parity(program(wide, loss_fn=contrastive), **SPLIT), "couples the samples of a batch")
-
-
-class NormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.last = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.norm(self.first(x))))
-
-
-class NormNetWithoutStatistics(NormNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH, track_running_stats=False)
-
-
-@pytest.mark.parametrize("model_fn", [NormNet, NormNetWithoutStatistics])
-def test_batch_norm_with_another_micro_batch_passes_and_is_explained(model_fn: Callable[[], nn.Module]) -> None:
-    result = parity(program(model_fn), **SPLIT)
-    assert_passed(result)
-    assert result.notes == ("BatchNorm sees the micro-batch: both sides were compared at the same one",)
-
-
-@pytest.mark.parametrize("model_fn", [NormNet, NormNetWithoutStatistics])
-def test_batch_norm_does_not_hide_a_sum_that_is_taken_for_a_mean(model_fn: Callable[[], nn.Module]) -> None:
-    assert_rejected(parity(program(model_fn, loss_fn=sum_loss), **SPLIT), r"Return \(loss_sum, weight\)")
 
 
 class Followed(nn.Module):
@@ -464,20 +408,6 @@ def test_recomputation_that_loses_the_gradients_of_the_first_block_is_rejected(
     assert_rejected(result, "blocks.0.inner.weight has a gradient in the user's program and none here")
 
 
-class NormBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.norm(self.inner(x)))
-
-
-def norm_net() -> nn.Module:
-    return Net(NormBlock)
-
-
 def test_recomputation_that_updates_running_statistics_twice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     recomputing: dict[str, Any] = {"blocks": BLOCKS, "activation_checkpointing": "all"}
     assert_passed(parity(program(norm_net), **recomputing))
@@ -644,40 +574,3 @@ def test_running_statistics_that_stop_after_the_first_step_are_rejected() -> Non
     assert_passed(parity(program(FreezesStatistics)))
     result = parity(program(FreezesStatistics), precision="bf16")
     assert_rejected(result, r"buffer norm.running_\w+ differs by \S+ after step 2, of \S+ allowed")
-
-
-class SkipsInLargeBatches(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if len(x) <= 8 else self.head(x)
-
-
-def test_a_model_that_leaves_a_part_out_of_larger_batches_is_rejected_at_these() -> None:
-    result = parity(program(SkipsInLargeBatches), batch_size=32)
-    assert_rejected(
-        result, "blocks.0.inner.weight has a gradient at your batch of 8 and none at 32: the model leaves a part"
-    )
-    assert_passed(parity(program(SkipsInLargeBatches), batch_size=4))
-
-
-def test_a_batch_of_very_many_of_the_users_own_is_held_against_some_of_them() -> None:
-    def pairs() -> DataLoader[Any]:
-        return regression_data(512, batch_size=2)
-
-    result = parity(program(SkipsInLargeBatches, data_fn=pairs), batch_size=256)
-    assert_rejected(result, "has a gradient at your batch of 2 and none at 256: the model leaves a part")
-    result = parity(program(wide, loss_fn=contrastive, data_fn=pairs), batch_size=256)
-    assert_passed(result)
-    assert result.notes == ()
-
-
-@pytest.mark.parametrize("model_fn", [Net, norm_net])
-def test_a_larger_batch_of_a_plain_program_passes_without_a_word(model_fn: Callable[[], nn.Module]) -> None:
-    result = parity(program(model_fn), batch_size=32)
-    assert_passed(result)
-    assert result.notes == ()
-
-
-def test_a_larger_batch_whose_samples_are_coupled_passes_and_says_so() -> None:
-    result = parity(program(wide, loss_fn=contrastive), batch_size=32)
-    assert_passed(result)
-    assert "another gradient for 32 samples at once than for the same in batches of 8" in result.notes[0]

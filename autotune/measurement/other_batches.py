@@ -1,0 +1,87 @@
+"""What the user's own program does else with the same samples in other batches: nothing but the batches is changed."""
+
+from __future__ import annotations
+
+from autotune.measurement.gradients import first_not_finite
+from autotune.measurement.measure import PhaseReport
+from autotune.measurement.reference import Reference
+from autotune.measurement.runs import Difference, Run, difference
+from autotune.measurement.verdict import Allowance, allowance, drift_fault, split_fault, widened
+from autotune.training.windows import Window, samples_in
+
+
+class OtherBatches:
+    """Holds the user's program against itself. What differs and is no fault goes into `notes`."""
+
+    def __init__(self, reference: Reference, has_batch_norm: bool, phase: PhaseReport, notes: list[str]) -> None:
+        self._reference, self._has_batch_norm, self._phase, self._notes = reference, has_batch_norm, phase, notes
+
+    def accumulation_fault(
+        self, whole: list[Window], windows: list[Window], run: Run, draws: bool
+    ) -> tuple[str, Difference, Allowance]:
+        """What splitting a step does, empty where that is nothing; with the difference and what was allowed.
+
+        `run`: the user's program on the windows as they are split. `draws`: it draws random numbers.
+        """
+        expected = self._reference.step(whole[0], evaluated_norms=True)
+        if first_not_finite(expected.gradients) is not None:
+            return "", difference(expected, expected), allowance()  # a deep model that BatchNorm alone keeps finite
+        found = difference(expected, self._reference.step(windows[0], evaluated_norms=True))
+        pieces, allowed = len(windows[0]), self._own_allowance()
+        reason = split_fault(found, allowed, pieces)
+        if reason and draws:  # a step that is split draws others
+            found, allowed = self._split_by_means(whole[0], windows[0])
+            reason = split_fault(found, allowed, pieces)
+        return reason or self._split_drift_fault(whole, run, pieces), found, allowed
+
+    def _split_by_means(self, whole: Window, window: Window) -> tuple[Difference, Allowance]:
+        """Over several seeds. One seed's gradient may be off by more than that of a sum that is taken for a mean."""
+        self._phase("parity")  # each has a time limit of its own
+        expected = self._reference.means(whole, evaluated_norms=True)
+        self._phase("parity")
+        found = self._reference.means(window, evaluated_norms=True)
+        return difference(expected.step(), found.step()), widened(self._own_allowance(), expected)
+
+    def _split_drift_fault(self, whole: list[Window], run: Run, pieces: int) -> str:
+        """What the model itself moves at each of the micro-batches, and the user's program once a step."""
+        if all(drift.moved <= drift.rounding for drift in run.drifts.values()):
+            return ""
+        return drift_fault(self._reference.run(whole).drifts, run.drifts, len(whole), pieces)
+
+    def larger_batch_fault(self, run: Run, windows: list[Window], own_batches: Window) -> str:
+        """What is left out of a batch larger than the user's own; empty where nothing is.
+
+        That the gradient is another one is no fault: a loss may couple the samples of its batch. It is noted, where the
+        batch holds not so many of the user's own that a step on all of them would take long.
+
+        `run`: the user's program on the windows. `own_batches`: samples of the first window in batches of the user's own.
+        """
+        expected = self._reference.step(own_batches, evaluated_norms=True)
+        if first_not_finite(expected.gradients) is not None:
+            return ""
+        whole = self._reference.step(windows[0], evaluated_norms=True) if self._has_batch_norm else run.steps[0]
+        found = difference(expected, whole).gradients
+        size, own = samples_in(windows[0]), own_batches[0].samples
+        missing = found.missing
+        if missing:  # or it takes its parts in turn, and leaves one out of a single batch of theirs as well
+            first = self._reference.step(own_batches[:1], evaluated_norms=True)
+            missing = difference(first, whole).gradients.missing
+        if missing:
+            return (
+                f"{missing[0]} has a gradient at your batch of {own} and none at {size}: the model leaves a part out "
+                "of larger batches"
+            )
+        if samples_in(own_batches) < size or found.relative_error <= self._own_allowance().tolerance:
+            return ""
+        again = difference(expected, self._reference.step(own_batches, evaluated_norms=True)).gradients
+        if found.relative_error > again.relative_error:
+            self._notes.append(
+                f"your program in fp32 gives another gradient for {size} samples at once than for the same in batches of "
+                f"{own}, by {found.relative_error:.2g}: its loss couples the samples of a batch, or its model treats "
+                "larger batches differently"
+            )
+        return ""
+
+    def _own_allowance(self) -> Allowance:
+        """Of the program beside itself: the rounding of its own types."""
+        return allowance(roundings=self._reference.own_types)
