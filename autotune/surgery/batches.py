@@ -89,9 +89,9 @@ def independent(batch: Any) -> Any:
     strides, which compiled code may be made for.
     """
     try:
-        return copy.deepcopy(
-            batch, {id(tensor): _cut_out(tensor) for tensor in tensors(batch) if _is_small_view(tensor)}
-        )
+        # Held until the copy is made: where a mapping makes them as they are asked for, others would get their ids.
+        views = [tensor for tensor in tensors(batch) if _is_small_view(tensor)]
+        return copy.deepcopy(batch, {id(view): _cut_out(view) for view in views})
     except Exception:  # whatever an object of the user's raises that cannot be copied: its tensors can
         return map_tensors(batch, torch.clone)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -286,3 +288,31 @@ def test_a_copy_of_what_repeats_its_memory_stays_as_small() -> None:
     repeated = torch.ones(1, 4).expand(1000, 4)
     copied = independent(repeated)
     assert copied.untyped_storage().nbytes() == 16 and copied.data_ptr() != repeated.data_ptr()
+
+
+class RowsOf(Mapping[int, torch.Tensor]):
+    """Makes a view of a table whenever a row is asked for, and other tensors where it is copied."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self.rows: list[weakref.ref[torch.Tensor]] = []
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        row = self.table[number]
+        self.rows.append(weakref.ref(row))
+        return row
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __reduce__(self) -> Any:
+        assert None not in [row() for row in self.rows], "the table's copy may have the id of a row that is gone"
+        return RowsOf, (self.table.clone(),)
+
+
+def test_a_copy_of_a_mapping_that_makes_its_rows_anew_is_one_of_the_mapping() -> None:
+    copied = independent(RowsOf(torch.arange(4000.0).view(1000, 4)))
+    assert isinstance(copied, RowsOf) and copied.table.shape == (1000, 4)
