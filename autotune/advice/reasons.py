@@ -22,8 +22,9 @@ def reasons(
     """A sentence for each knob that differs from the baseline: what it does, and what trials showed of it.
 
     Evidence is a trial that changes this knob alone from the baseline, or one that is the recommended configuration
-    with this knob back at the baseline. A knob that was only tried together with others says so. The only change has the
-    figure of the recommendation itself, from all rounds: that of two trials would contradict it.
+    with this knob back at the baseline; of a knob of the update also what the update takes, which it is judged by. A knob
+    that was only tried together with others says so. The only change has the figure of the recommendation itself, from all
+    rounds: that of two trials would contradict it.
     """
     by_name = {knob.name: knob for knob in knobs}
     changes = config.changes_from(baseline)
@@ -51,8 +52,7 @@ def _evidence(knob: Knob, config: TrainingConfig, baseline: TrainingConfig, tria
 
 
 def _update_evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
-    """What the optimizer's update took in the first two trials that differ in this alone: it is judged by that. Empty where
-    there are none."""
+    """What the optimizer's update took in the first two trials that differ in this alone; empty where there are none."""
     shares = {t.number: t.measurement.update_share for t in trials if t.measurement is not None}
     for trial in trials:
         without = trial.config.replace({name: baseline[name]})

@@ -258,10 +258,6 @@ def _take_up(training: Training, teacher: Step) -> None:
             parameter.grad = wanted.to(parameter.device, parameter.dtype).sparse_mask(parameter.grad.coalesce())
         if scale != 1.0:
             parameter.grad.mul_(scale)
-    _take_up_buffers(training, teacher)
-
-
-def _take_up_buffers(training: Training, teacher: Step) -> None:
     for name, buffer in training.model.named_buffers():
         _put(buffer, teacher.buffers.get(name))
 

@@ -266,6 +266,7 @@ class _Alone:
             found = attempt(plain, self.window)
         except Exception as error:  # whatever the user's model raises
             return error
+        # An evaluation that there was no room for does not show what it would have failed at.
         return MemoryError(found) if found and attempt is _evaluate else None
 
 

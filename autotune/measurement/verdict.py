@@ -43,7 +43,8 @@ UPDATE_TOLERANCE = 1e-4
 """Of what the updates moved a parameter by, given the same gradients: implementations of one optimizer differ by the
 order of a few operations in fp32, 1e-6; a weight decay of 0.01 that is lost makes 1e-3 of weights of 0.1."""
 LARGEST_DRIFT = 1.5
-"""So many times as far, or as near, may a parameter be moved that follows trained ones: twice a step is twice as far."""
+"""So many times as far, or as near, may a parameter or buffer be moved that the model itself moves: twice a step is twice
+as far."""
 SMALLEST_MOVE = 1e-4
 """A buffer that moves by less, of its size, does not move; nor one by a hundredth of that for each of its elements: behind a
 norm, means are zero but for rounding."""

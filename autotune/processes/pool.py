@@ -122,7 +122,7 @@ class TrialPool:
     def _problem_of_forking(self, ending: Ending) -> str | None:
         """What may have kept a trial from ending that an interpreter of its own would cure."""
         if ending.timeout_phase in ("start", "build"):
-            return "the first trial stayed silent in a forked process"
+            return "a trial stayed silent in a forked process"
         if ending.timeout_phase is not None and self._started_threads:
             return "a trial got stuck in a forked process, which has none of the threads that importing your program starts"
         return None

@@ -123,7 +123,7 @@ class Training:
         return loss
 
     def evaluate(self, window: Window) -> torch.Tensor:
-        """What `forward_only` gives (a scalar, on the device) in evaluation mode.
+        """The loss that `forward_only` gives, in evaluation mode.
 
         Every module is then in the mode that it was in before.
         """
