@@ -72,14 +72,15 @@ class Floors:
         roundings = sorted(self.roundings)
         inexact = partial(self._inexact, windows, expected, numbers, evaluated_norms)
         runs = [inexact(rounding=kind) for kind in roundings]
+        uses_tf32 = self._conditions.device == "cuda" and self._users_precision.matters_to(expected[0].gradients)
         outputs = []
         if depth >= 1:
-            if self._conditions.device == "cuda" and self._users_precision.matters_to(expected[0].gradients):
+            if uses_tf32:
                 runs.append(inexact(precision=self._users_precision))
             outputs += [_with_outputs_rounded(inexact, kind, kind) for kind in roundings]
         if depth >= MOST_DEPTH:
             outputs += [_with_outputs_rounded(inexact, kind, None) for kind in roundings]
-        return allowance(runs, outputs, roundings)
+        return replace(allowance(runs, outputs, roundings), is_exact=not roundings and not uses_tf32)
 
     def _inexact(
         self,

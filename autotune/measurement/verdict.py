@@ -69,6 +69,8 @@ class Allowance:
     output_error: float = 0.0
     """Of all gradients together, where every module's output is rounded."""
     largest_of_buffer: float = LARGEST_BUFFER_TOLERANCE
+    is_exact: bool = False
+    """Whether neither the candidate nor the user's program rounds anything to less than fp32."""
 
     @property
     def tolerance(self) -> float:
@@ -252,7 +254,7 @@ def _loss_fault(step: Difference, tolerance: float, number: int) -> str:
 
 def _gradient_fault(steps: Sequence[Difference], allowed: Allowance, pieces: int) -> str:
     errors = [step.gradients.relative_error for step in steps]
-    in_one = LARGEST_IN_ONE_STEP if allowed.unit_roundoff else LARGEST_IN_ONE_EXACT_STEP
+    in_one = LARGEST_IN_ONE_EXACT_STEP if allowed.is_exact else LARGEST_IN_ONE_STEP
     limit = max(allowed.tolerance, in_one)
     if _of_most(errors) <= allowed.tolerance and max(errors) <= limit:
         return ""

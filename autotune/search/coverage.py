@@ -53,17 +53,18 @@ def knobs_told_of(sentence: str) -> frozenset[str]:
 
 def _not_taken(results: Results, chosen: TrainingConfig) -> Iterator[str]:
     """Of each configuration that took part in the confirmation beside the answer, how it did there."""
-    for config in _confirmed_beside(results, chosen):
+    for config in confirmed_beside(results, chosen):
         value, (low, high) = results.answer(config).speedup.value, results.deciding_interval(config)
         ends = "spread not seen" if high >= NO_UPPER_END else f"{format_ratio(low)} to {format_ratio(high)}"
         shown = settings_text(config.changes_from(results.baseline))
+        once = " from one round" if len(results.round_pairs(config)) == 1 else ""
         yield (
             f"measured again beside {results.whose('your settings')}, and not taken: {shown}: {format_ratio(value)} the "
-            f"speed (99 % interval, which decides: {ends})"
+            f"speed (99 % interval{once}, which decides: {ends})"
         )
 
 
-def _confirmed_beside(results: Results, chosen: TrainingConfig) -> list[TrainingConfig]:
+def confirmed_beside(results: Results, chosen: TrainingConfig) -> list[TrainingConfig]:
     """What took part in the confirmation beside the answer and the baseline, and ran to its end."""
     failed = {trial.config for trial in results.trials if trial.failure is not None}
     took_part = dict.fromkeys(t.config for t in results.trials if t.round is not None and t.config not in failed)
@@ -75,7 +76,7 @@ def _left_out(results: Results, chosen: TrainingConfig, knob: Knob) -> Iterator[
 
     Not of what took part in the confirmation, which is told with the figure from there: another one would be one too many.
     """
-    confirmed = _confirmed_beside(results, chosen)
+    confirmed = confirmed_beside(results, chosen)
     single = [t for t in results.trials if t.round is None and t.config not in confirmed]
     kept = [t for t in single if _keeps_the_batch(results, t.config)]
     values = dict.fromkeys(trial.config[knob.name] for trial in kept)

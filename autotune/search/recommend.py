@@ -25,7 +25,7 @@ from autotune.records import (
 )
 from autotune.search.answers import Results
 from autotune.search.cautions import few_rounds, moved, refutation, refuted
-from autotune.search.coverage import ShortOf, other_settings, tried_knobs
+from autotune.search.coverage import ShortOf, confirmed_beside, other_settings, tried_knobs
 from autotune.stats import ratio_from_intervals
 
 
@@ -148,6 +148,11 @@ def _uncertain(results: Results, best: Answer, free: Answer | None) -> tuple[str
         *moved(results, results.baseline, results.whose("your own program")),
         *refutation(results),
         *(moved(results, best.config, "the recommendation") if best.config != results.baseline else ()),
+        *(
+            warning
+            for config in confirmed_beside(results, best.config)
+            for warning in moved(results, config, settings_text(config.changes_from(results.baseline)))
+        ),
     )
 
 

@@ -77,7 +77,11 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
     Raises `StudyError` where there is none.
     """
     if not (directory / DATABASE_NAME).is_file():
-        raise StudyError(f"there is no study in {directory}; give the directory that search was given as --study")
+        below = sorted(path.parent for path in directory.glob(f"*/{DATABASE_NAME}"))
+        found = f"; there is one in {', '.join(map(str, below[:3]))}" if below else ""
+        raise StudyError(
+            f"there is no study in {directory}{found}; give the directory that search was given as --study"
+        )
     with ExitStack() as resources, _broken_is_told(directory):
         tables = StudyTables(directory)
         resources.callback(tables.close)

@@ -21,6 +21,6 @@ def test_every_figure_of_the_readme_comes_from_a_result_file() -> None:
 def test_a_figure_that_is_not_in_the_files_is_noticed(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     changed = tmp_path / "README.md"
-    changed.write_text(text.replace("GPT-2 124M (`examples/gpt2.py`", "GPT-2 125M (`examples/gpt2.py`"))
+    changed.write_text(text.replace("tokens/s, micro-batch 32", "tokens/s, micro-batch 33"))
     assert changed.read_text() != text
     assert check(changed) == 1

@@ -49,6 +49,7 @@ def test_further_floors_allow_more_for_single_tensors_and_no_less_for_all_togeth
     few, more, most = (floors.allowance(steps, windows, [0], depth=depth) for depth in range(MOST_DEPTH + 1))
     assert few.relative_error == more.relative_error == most.relative_error > 0
     assert few.output_error == 0 < more.output_error <= most.output_error
+    assert not few.is_exact
     for less, deeper in ((few, more), (more, most)):
         assert all(deeper.errors[name] >= error for name, error in less.errors.items())
 
@@ -93,6 +94,7 @@ def test_no_step_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_rounds_nothing_is_allowed_another_order_of_adding_and_says_nothing() -> None:
     floors, steps, windows, notes = asked(program(Net))
     assert floors.roundings == set()
+    assert floors.allowance(steps, windows, [0], depth=0).is_exact
     allowed = floors.with_repeat(allowance(), steps, windows)
     assert 0 < allowed.relative_error < 1e-5
     assert notes == []

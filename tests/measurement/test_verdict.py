@@ -148,14 +148,14 @@ def test_one_step_of_three_may_be_moved_by_a_sample_at_a_kink_but_not_wholly() -
     assert (
         fault([SAME, kink, kink], STRICT, 1) == "gradients differ by 0.1 in step 2, of 0.001 allowed, most in a (0.1)"
     )
-    for allowed, limit in ((STRICT, 0.2), (replace(STRICT, unit_roundoff=2.0**-8), 0.9)):
+    for allowed, limit in ((STRICT, 0.9), (replace(STRICT, is_exact=True), 0.2)):
         assert f"differ by 1 in step 2, of {limit} allowed" in fault([SAME, off(a=[10.0, 10.0]), SAME], allowed, 1)
 
 
 def test_a_step_of_a_candidate_that_rounds_nothing_is_held_closer() -> None:
     half = off(a=[10.0, 4.0])
-    assert "differ by 0.4 in step 2, of 0.2 allowed" in fault([SAME, half, SAME], STRICT, 1)
-    assert fault([SAME, half, SAME], replace(STRICT, unit_roundoff=2.0**-11), 1) == ""
+    assert "differ by 0.4 in step 2, of 0.2 allowed" in fault([SAME, half, SAME], replace(STRICT, is_exact=True), 1)
+    assert fault([SAME, half, SAME], STRICT, 1) == ""
 
 
 def test_the_loss_of_one_step_of_three_may_be_off_by_three_times_as_much() -> None:

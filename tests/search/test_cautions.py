@@ -46,6 +46,14 @@ def test_a_baseline_that_moved_is_told_with_how_far() -> None:
     assert warned(found, "the recommendation ran at 1,600 samples/s in one measurement and at 1,900")
 
 
+def test_what_was_not_taken_and_moved_is_told_too() -> None:
+    """101 samples/s at first and 26 in the one round: "0.26x the speed" alone would be believed."""
+    found = recommended(started().add(BF16, 1600.0).rounds(BF16, [300], [1000]))
+    assert found.keep
+    assert warned(found, "precision=bf16 ran at 300 samples/s in one measurement and at 1,600 in another")
+    assert any("precision=bf16: 0.30x the speed (99 % interval from one round" in one for one in found.other_settings)
+
+
 def test_what_processes_usually_differ_by_is_no_move() -> None:
     assert not recommended(started().rounds(BF16, [1600, 1650], [1000, 1060])).warnings
 

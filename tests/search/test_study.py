@@ -202,6 +202,10 @@ def test_records_can_be_shown_without_opening_the_study(directory: Path) -> None
     with pytest.raises(StudyError, match=r"there is no study in .*elsewhere"):
         stored_records(directory / "elsewhere")
     assert not (directory / "elsewhere").exists()
+    (directory / "outer" / "demo").mkdir(parents=True)
+    (directory / "study.db").rename(directory / "outer" / "demo" / "study.db")
+    with pytest.raises(StudyError, match=r"there is no study in .*outer; there is one in .*outer/demo; give"):
+        stored_records(directory / "outer")
 
 
 def test_the_identity_of_a_workload_follows_its_source_and_what_was_seen_of_it() -> None:
