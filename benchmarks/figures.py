@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autotune.quantities import format_bytes
 from autotune.result import load as load_result
 
 RESULTS = Path(__file__).parent / "results" / "h200"
@@ -25,7 +26,6 @@ FIGURES_MARKERS = ("<!-- figures: begin (benchmarks/figures.py) -->", "<!-- figu
 DEMO_MARKERS = ("<!-- demo: begin (benchmarks/figures.py) -->", "<!-- demo: end -->")
 TOKENS_PER_SAMPLE = 1024
 """Of examples/gpt2.py."""
-GIB = 2**30
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def figures() -> str:
         "answer, confirmation, parity and soak included; where a command was given several times, a figure for each. A "
         "sample of GPT-2 124M is 1,024 tokens.",
         "",
-        "| command | yours | recommended | times the speed (95 %) | peak memory, GiB | took, s |",
+        "| command | yours | recommended | times the speed (95 %) | peak memory | took, s |",
         "|---|---|---|---|---|---|",
         row(gpt2, "tokens/s", TOKENS_PER_SAMPLE),
         row(smaller_card, "tokens/s", TOKENS_PER_SAMPLE),
@@ -100,7 +100,7 @@ def row(searches: list[dict[str, Any]], unit: str, units_per_sample: int) -> str
     batches = {f"{one['config']['batch_size']}" for one in yours}
     own = units_per_sample * statistics.median(map(rate_of, yours))
     peaks = {
-        f"{mine['peak_allocated_bytes'] / GIB:.1f} → {other['peak_allocated_bytes'] / GIB:.1f}"
+        f"{format_bytes(mine['peak_allocated_bytes'])} → {format_bytes(other['peak_allocated_bytes'])}"
         for mine, other in zip(yours, recommended, strict=True)
     }
     cells = [

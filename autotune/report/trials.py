@@ -43,6 +43,8 @@ def trials_document(
     verdict = (
         Sentence("No recommendation yet: the search was not finished.", "warning")
         if recommendation is None
+        else _of_other_trials(recommendation)
+        if recommendation.best.config not in {trial.config for trial in trials}
         else Sentence(recommendation.verdict, "plain" if recommendation.keep else "good")
     )
     return (
@@ -63,6 +65,12 @@ def trials_document(
         *lines_if_any("Probes", tuple(_probe_text(probe, baseline) for probe in probes)),
         verdict,
     )
+
+
+def _of_other_trials(recommendation: Recommendation) -> Sentence:
+    """The study that was opened last has other knobs, limits or another seed than that of `best.json`."""
+    told = f"The recommendation is that of another search, whose trials are not among these: {recommendation.verdict}"
+    return Sentence(told, "warning")
 
 
 def _baseline(trials: Sequence[Trial], recommendation: Recommendation | None) -> TrainingConfig | None:

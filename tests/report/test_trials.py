@@ -87,10 +87,18 @@ def test_a_failure_comes_with_reason_frames_and_the_whole_path_of_its_output() -
 
 
 def test_the_verdict_ends_it() -> None:
-    assert render(trials_document(TRIALS, [], recommendation(), STUDY)).endswith(recommendation().verdict)
+    best = trial(3, dict(recommendation().best.config.changes_from(BASELINE)), rate=1900.0)
+    text = render(trials_document([*TRIALS, best], [], recommendation(), STUDY))
+    assert text.endswith(f"\n{recommendation().verdict}")
     assert render(trials_document(TRIALS, [], None, STUDY)).endswith(
         "No recommendation yet: the search was not finished."
     )
+
+
+def test_a_verdict_on_other_trials_than_these_is_called_that() -> None:
+    """As after a search with other knobs that did not come to its end."""
+    text = " ".join(render(trials_document(TRIALS[:1], [], recommendation(), STUDY)).split())
+    assert "The recommendation is that of another search, whose trials are not among these: " in text
 
 
 def test_an_empty_study_says_so() -> None:
