@@ -11,7 +11,7 @@ INSTALL = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c c
 
 demo: $(VENV)/.installed
 	rm -rf autotune-study/demo
-	$(VENV)/bin/autotune search examples/quickstart.py --budget 140s --study autotune-study/demo
+	$(VENV)/bin/autotune search examples/quickstart.py --budget 110s --study autotune-study/demo
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
