@@ -11,7 +11,7 @@ from autotune.knobs.base import Knob
 from autotune.memory_margin import limit_bytes
 from autotune.quantities import NO_UPPER_END, format_ratio, format_share
 from autotune.records import OUT_OF_MEMORY, Bottleneck, Measurement, Trial
-from autotune.search.answers import Results, gain_of_update
+from autotune.search.answers import WORTHWHILE_GAIN, Results, gain_of_update
 
 ShortOf = Literal["time", "trials"]
 """What kept a search from trying more: the budget's seconds, or the number of trials that was asked for."""
@@ -111,7 +111,8 @@ def _gain(results: Results, trials: Sequence[Trial], chosen: TrainingConfig, kno
 def _times_better(results: Results, knob: Knob, one: Measurement, other: Measurement) -> float:
     if results.settings.objective == "memory":
         return other.memory.peak_allocated_bytes / max(1, one.memory.peak_allocated_bytes)
-    if knob.in_update_only and (gain := gain_of_update(one, other)) is not None:
+    gain = gain_of_update(one, other) if knob.in_update_only else None
+    if gain is not None and gain < WORTHWHILE_GAIN:
         return gain  # by which it was left out; the rates may say something else
     return one.samples_per_second / other.samples_per_second
 

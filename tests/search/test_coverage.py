@@ -52,6 +52,20 @@ def test_an_update_that_was_left_out_is_told_with_the_gain_that_it_was_left_out_
         assert set(told) == {"1.00"}
 
 
+def test_an_update_whose_gain_the_loader_hides_is_told_with_what_is_left_of_it(new_directory: NewDirectory) -> None:
+    program = Program(
+        sample_seconds=0.0002,
+        update_seconds=0.01,
+        load_seconds=0.002,
+        update_speedups={("optimizer_impl", "fused"): 3.0},
+    )
+    told = run_search(
+        program, FACTS, new_directory(), only=("optimizer_impl",), fixed={"num_workers": 1}, budget_seconds=30.0
+    ).recommendation.other_settings
+    (gain,) = re.findall(r"optimizer_impl=fused \(([\d.]+)x\)", " ".join(told))
+    assert float(gain) < 1.05
+
+
 def test_what_was_tried_and_left_out_is_told_with_what_it_gave(new_directory: NewDirectory) -> None:
     program = Program(
         sample_seconds=0.001, load_seconds=1e-6, sample_speedups={("precision", "bf16"): 0.5},
