@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_what_is_closed()
     endings = _Endings()
     endings.hear()
-    exit_code = run(list(sys.argv[1:] if argv is None else argv), _import_api)
+    try:
+        exit_code = run(list(sys.argv[1:] if argv is None else argv), _import_api)
+    except KeyboardInterrupt:  # a second one, after what the first led to was told
+        exit_code = INTERRUPTED
     if exit_code == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: one more ends Python's own ending, without a word
     return 128 + endings.received if exit_code == INTERRUPTED and endings.received else exit_code
