@@ -1,5 +1,6 @@
 """A file that lies open in the data set when its workers are started, as users write it."""
 
+import gc
 import time
 from io import FileIO
 
@@ -13,6 +14,13 @@ from autotune.measurement.shared_files import refuse_shared_positions
 from autotune.measurement.soak import soak
 from autotune.training.training import Training
 from tests.measurement.programs import WIDTH, program, request
+
+
+@pytest.fixture(autouse=True)
+def _closed_afterwards():
+    """What was raised refers to the data set, and so to its open file, which other tests in this process would find."""
+    yield
+    gc.collect()
 
 
 class InOneFile(Dataset):
