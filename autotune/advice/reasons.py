@@ -53,14 +53,19 @@ def _evidence(knob: Knob, config: TrainingConfig, baseline: TrainingConfig, tria
 
 def _update_evidence(name: str, config: TrainingConfig, baseline: TrainingConfig, trials: Sequence[Trial]) -> str:
     """What the optimizer's update took in the first two trials that differ in this alone; empty where there are none."""
-    shares = {t.number: t.measurement.update_share for t in trials if t.measurement is not None}
-    for trial in trials:
+    seen = [
+        (trial, trial.measurement.update_share)
+        for trial in trials
+        if trial.measurement is not None and trial.measurement.update_share is not None
+    ]
+    for trial, share in seen:
+        if trial.config[name] != config[name]:
+            continue
         without = trial.config.replace({name: baseline[name]})
-        for other in trials if trial.config[name] == config[name] else ():
-            own, others = shares.get(trial.number), shares.get(other.number)
-            if other.config == without and own is not None and others is not None:
+        for other, its_share in seen:
+            if other.config == without:
                 return (
-                    f"the update takes {format_share(own)} of a step instead of {format_share(others)} "
+                    f"the update takes {format_share(share)} of a step instead of {format_share(its_share)} "
                     f"(trials {trial.number} and {other.number})"
                 )
     return ""

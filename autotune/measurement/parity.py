@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -229,9 +230,7 @@ class _Check:
             reason = updates_fault  # it shows in the gradients that follow it, so it is told before these
         elif reason and not norms_evaluated:
             # How far rounding moves a small tensor is chance: what is rejected was held to more than one throw of the dice.
-            self._turn_to_the_reference()
-            floors = self.floors.allowance(expected.steps, taken, range(len(taken)), depth=MOST_DEPTH)
-            allowed = wider(allowed, floors)
+            allowed = self._with_floors(allowed, expected, taken, range(len(taken)), MOST_DEPTH)
             reason = fault(steps, allowed, pieces)
         if reason and self.floors.unlike_itself > LARGEST_REPEAT:
             reason = (
@@ -251,9 +250,14 @@ class _Check:
             is_enough = not (fault(steps, allowed, pieces) if depth else _is_in_doubt(steps, allowed, pieces))
             if is_enough or allowed.is_blind:
                 break
-            self._turn_to_the_reference()
-            allowed = wider(allowed, self.floors.allowance(expected.steps, taken, [number], depth=depth))
+            allowed = self._with_floors(allowed, expected, taken, [number], depth)
         return allowed
+
+    def _with_floors(
+        self, allowed: Allowance, expected: Run, taken: list[Window], numbers: Sequence[int], depth: int
+    ) -> Allowance:
+        self._turn_to_the_reference()
+        return wider(allowed, self.floors.allowance(expected.steps, taken, numbers, depth=depth))
 
     def _turn_to_the_reference(self) -> None:
         """It gets a time limit of its own, and the memory of the candidate that ran before."""

@@ -40,13 +40,6 @@ def trials_document(
         f"trial {trial.number}: {failure.output_path}" for trial, failure in failures if failure.output_path is not None
     )
     details = tuple(line for trial, failure in failures for line in _detail_lines(trial, failure))
-    verdict = (
-        Sentence("No recommendation yet: the search was not finished.", "warning")
-        if recommendation is None
-        else _of_other_trials(recommendation)
-        if recommendation.best.config not in {trial.config for trial in trials}
-        else Sentence(recommendation.verdict, "plain" if recommendation.keep else "good")
-    )
     return (
         Grid(
             f"Trials of {study}: {_count_text(trials)}",
@@ -63,14 +56,20 @@ def trials_document(
         *((Verbatim("What the failed trials printed", outputs),) if outputs else ()),
         *_parity_grids(probes, baseline),
         *lines_if_any("Probes", tuple(_probe_text(probe, baseline) for probe in probes)),
-        verdict,
+        _verdict(trials, recommendation),
     )
 
 
-def _of_other_trials(recommendation: Recommendation) -> Sentence:
-    """The study that was opened last has other knobs, limits or another seed than that of `best.json`."""
-    told = f"The recommendation is that of another search, whose trials are not among these: {recommendation.verdict}"
-    return Sentence(told, "warning")
+def _verdict(trials: Sequence[Trial], recommendation: Recommendation | None) -> Sentence:
+    if recommendation is None:
+        return Sentence("No recommendation yet: the search was not finished.", "warning")
+    if recommendation.best.config not in {trial.config for trial in trials}:
+        # The study that was opened last has other knobs, limits or another seed than that of `best.json`.
+        told = (
+            f"The recommendation is that of another search, whose trials are not among these: {recommendation.verdict}"
+        )
+        return Sentence(told, "warning")
+    return Sentence(recommendation.verdict, "plain" if recommendation.keep else "good")
 
 
 def _baseline(trials: Sequence[Trial], recommendation: Recommendation | None) -> TrainingConfig | None:
