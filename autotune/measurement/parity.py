@@ -155,7 +155,7 @@ class _Check:
             self.functions, self.conditions, self.place, self.request.reference, self.request.blocks
         )
         self.floors = Floors(self.reference, self.config, self.conditions, users_precision, self.notes)
-        windows, whole, own_batches = windows_for_both(self.training, STEPS)
+        windows, whole, own_batches, self.collate_keeps_count = windows_for_both(self.training, STEPS)
         self.phase("parity")
         self.has_batch_norm = has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
         self.expects_compiled_graphs = self.training.parts.expects_compiled_graphs
@@ -365,6 +365,12 @@ class _Check:
                 "step: most of the steps decide"
             )
             found = by_error[-2]
+        if reason and self.collate_keeps_count:
+            reason = (
+                "the collate function gives another batch of the same samples at every call, by a count or a generator of "
+                "its own, and so others where a step is split: let it draw from torch's, NumPy's or Python's global "
+                f"generator ({reason})"
+            )
         buffers = {name: max(step.buffers[name] for step in steps) for name in steps[0].buffers}
         worst_buffer = max(buffers, key=lambda name: buffers[name], default=None)
         updates = {name: change.off / change.moved for name, change in changes.items() if change.moved}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless
 from autotune.measurement.measure import PhaseReport
 from autotune.measurement.shared_files import stands_within_a_file
-from autotune.surgery.batches import independent
-from autotune.surgery.generators import seed_everything
+from autotune.surgery.batches import independent, tensors
+from autotune.surgery.generators import random_state, seed_everything
 from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt, signature
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window, WindowLoader, samples_in
@@ -39,6 +42,8 @@ class Drawn(NamedTuple):
     own_batches: Window | None = None
     """The first window, of one piece, in batches of the user's own size, of many the first; None where that is no smaller,
     or the samples cannot be had one by one."""
+    collate_keeps_count: bool = False
+    """Whether the collate function gives another batch at every call, which a split makes more of."""
 
 
 def windows_for_both(training: Training, count: int) -> Drawn:
@@ -53,18 +58,22 @@ def windows_for_both(training: Training, count: int) -> Drawn:
         return Drawn(_drawn(rebuilt(loader, {"num_workers": 0}), pieces, count))
     drawn = _drawn(rebuilt(loader, {"num_workers": 0, "collate_fn": _as_drawn}), pieces, count)
     collate = _own_collate(loader)
-    windows = _collated(drawn, collate)
-    has_samples = all(isinstance(item.data, list) for window in drawn for item in window)
-    if len(drawn[0]) == 1:
-        is_larger = has_samples and samples_in(drawn[0]) > own
-        return Drawn(
-            windows, own_batches=_collated([_in_batches(drawn[0], int(own))], collate)[0] if is_larger else None
-        )
-    if has_samples:
-        return Drawn(windows, whole=_collated([_in_one_piece(window) for window in drawn], collate))
-    # A data set that takes many indices at once gives whole batches of a form of its own.
-    whole = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(drawn[0])})
-    return Drawn(windows, whole=_drawn(whole, 1, count))
+    items = [item for window in drawn for item in window]
+    if not all(isinstance(item.data, list) and len(item.data) == item.samples for item in items):
+        windows = _collated(drawn, collate)
+        if pieces == 1:
+            return Drawn(windows)
+        # A data set that takes many indices at once gives whole batches of a form of its own.
+        whole = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(drawn[0])})
+        return Drawn(windows, whole=_drawn(whole, 1, count))
+    if pieces > 1:
+        return _collated_both(drawn, [_in_one_piece(window) for window in drawn], collate)
+    if samples_in(drawn[0]) <= own:
+        return Drawn(_collated(drawn, collate))
+    own_batches = _in_batches(drawn[0], int(own))
+    both = _collated_both([own_batches], drawn[:1], collate)
+    windows = [*(both.whole or []), *_collated(drawn[1:], collate)]
+    return Drawn(windows, own_batches=None if both.collate_keeps_count else both.windows[0])
 
 
 def check_workers(training: Training, phase: PhaseReport) -> None:
@@ -150,9 +159,36 @@ def _own_collate(loader: DataLoader[Any]) -> Any:
     return loader.collate_fn.collate if isinstance(loader.collate_fn, CountingCollate) else loader.collate_fn
 
 
+class _Replayed:
+    """In place of a generator, which can be read once: copies of this are read apart from each other."""
+
+    def __init__(self, source: Iterator[Any], read: list[Any], position: int = 0) -> None:
+        self.source, self.read, self.position = source, read, position
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.position == len(self.read):
+            self.read.append(next(self.source))
+        self.position += 1
+        return independent(self.read[self.position - 1])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
+        return _Replayed(self.source, self.read, self.position)
+
+
 def _as_drawn(samples: Any) -> Any:
     """In place of a collate function."""
-    return samples
+    return [_replayable(sample) for sample in samples] if type(samples) is list else samples
+
+
+def _replayable(sample: Any) -> Any:
+    if isinstance(sample, (GeneratorType, map, filter, zip)):
+        return _Replayed(sample, [])
+    if type(sample) is tuple:
+        return tuple(map(_replayable, sample))
+    return {key: _replayable(part) for key, part in sample.items()} if type(sample) is dict else sample
 
 
 def _in_one_piece(window: Window) -> Window:
@@ -169,3 +205,88 @@ def _collated(windows: list[Window], collate: Any) -> list[Window]:
     """With the user's collate function, from the same random numbers at each call of this."""
     seed_everything(1)
     return [[MicroBatch(item.samples, collate(independent(item.data))) for item in window] for window in windows]
+
+
+def _collated_both(split: list[Window], whole: list[Window], collate: Any) -> Drawn:
+    """Windows of micro-batches, and the same samples in one piece.
+
+    What a collate function draws (mixup), it draws anew for each piece, so that they would differ without any fault. Then
+    the whole is put together of the pieces, each drawn alike: a share that is the batch's is the same in all of them.
+    """
+    windows = _collated(split, collate)
+    seed_everything(1)
+    seeded = random_state()
+    (first,) = _collated(whole[:1], collate)
+    draws = random_state() != seeded
+    in_one_piece = _collated(whole, collate)
+    keeps_count = not _are_same(first[0].data, in_one_piece[0][0].data)
+    if draws and samples_in(split[0]) == samples_in(whole[0]):
+        alike = [[_collated([[item]], collate)[0][0] for item in window] for window in split]
+        try:
+            return Drawn(alike, [[_joined(window)] for window in alike], collate_keeps_count=keeps_count)
+        except _NotJoinedError:  # padded to the longest of each, for instance
+            pass
+    return Drawn(windows, in_one_piece, collate_keeps_count=keeps_count)
+
+
+class _NotJoinedError(Exception):
+    """The batches do not add up to one."""
+
+
+def _joined(window: Window) -> MicroBatch:
+    return MicroBatch(
+        samples_in(window), _joined_data([item.data for item in window], [item.samples for item in window])
+    )
+
+
+def _joined_data(parts: list[Any], samples: list[int]) -> Any:
+    """What has a row for each sample, row after row; what is the same in all parts, once."""
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        raise _NotJoinedError
+    if isinstance(first, torch.Tensor):
+        if [part.size(0) if part.dim() else 0 for part in parts] == samples and _fit(parts):
+            return torch.cat(parts)
+    elif isinstance(first, (tuple, list, dict)):
+        try:
+            return _joined_items(parts, samples)
+        except _NotJoinedError:
+            if type(first) is not list or list(map(len, parts)) != samples:
+                raise
+            return list(itertools.chain.from_iterable(parts))
+    if not all(_are_same(part, first) for part in parts):
+        raise _NotJoinedError
+    return first
+
+
+def _joined_items(parts: list[Any], samples: list[int]) -> Any:
+    first = parts[0]
+    keys = list(first) if isinstance(first, dict) else list(range(len(first)))
+    if any((list(part) if isinstance(part, dict) else list(range(len(part)))) != keys for part in parts):
+        raise _NotJoinedError
+    items = [_joined_data([part[key] for part in parts], samples) for key in keys]
+    if isinstance(first, dict):
+        return type(first)(zip(keys, items, strict=True))
+    return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+
+
+def _fit(parts: list[torch.Tensor]) -> bool:
+    return all(part.shape[1:] == parts[0].shape[1:] for part in parts)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """By the values of all tensors, or of what has none."""
+    pairs = list(itertools.zip_longest(tensors(one), tensors(other)))
+    if not pairs:
+        return bool(signature(one) == signature(other))
+    return all(a is not None and b is not None and _are_equal(a, b) for a, b in pairs)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_nested or other.is_nested:
+        pairs = itertools.zip_longest(one.unbind(), other.unbind())
+        return all(a is not None and b is not None and _are_equal(a, b) for a, b in pairs)
+    if one.layout != torch.strided or one.shape != other.shape:
+        return repr(one) == repr(other)
+    unlike = (one != other) & ((one == one) | (other == other))  # what is not a number counts as equal
+    return not bool(unlike.any())

@@ -90,8 +90,11 @@ def independent(batch: Any) -> Any:
     """
     try:
         # Held until the copy is made: where a mapping makes them as they are asked for, others would get their ids.
-        views = [tensor for tensor in tensors(batch) if _is_small_view(tensor)]
-        return copy.deepcopy(batch, {id(view): _cut_out(view) for view in views})
+        found = list(tensors(batch))
+        copies = {id(view): _cut_out(view) for view in found if _is_small_view(view)}
+        # Copied deeply, a ragged tensor has offsets of its own, and torch refuses its backward pass (2.13).
+        copies |= {id(tensor): tensor.detach().clone() for tensor in found if tensor.is_nested}
+        return copy.deepcopy(batch, copies)
     except Exception:  # whatever an object of the user's raises that cannot be copied: its tensors can
         return map_tensors(batch, torch.clone)
 

@@ -39,26 +39,41 @@ class Counted(NamedTuple):
 
 
 class CountingCollate:
-    """The user's collate function; counts the samples that it was given."""
+    """The user's collate function; counts the samples that it was given.
 
-    def __init__(self, collate: Any, batched: bool) -> None:
+    `sizes`: of the batches, where the data set is asked for one at a time (`__getitems__`) and may give its columns.
+    """
+
+    def __init__(self, collate: Any, batched: bool, sizes: frozenset[int]) -> None:
         self.collate = collate
         self.batched = batched
+        self.sizes = sizes
 
     def __call__(self, drawn: Any) -> Counted:
         data = self.collate(drawn)
         if not self.batched:
             return Counted(leading_size(data), data)
-        return Counted(_drawn_samples(drawn, data), data)
+        return Counted(self._drawn_samples(drawn, data), data)
+
+    def _drawn_samples(self, drawn: Any, data: Any) -> int:
+        """Samples in what the collate function was given. Not the length of columns side by side."""
+        is_columns = isinstance(drawn, tuple) and all(hasattr(column, "shape") for column in drawn)
+        if is_columns or isinstance(drawn, Mapping):
+            return leading_size(drawn)
+        if not hasattr(drawn, "__len__"):
+            return leading_size(data)
+        if isinstance(drawn, list) and self.sizes and len(drawn) not in self.sizes:
+            lengths = {_length(column) for column in drawn}
+            if len(lengths) == 1 and lengths <= self.sizes:
+                return lengths.pop()
+        return len(drawn)
 
 
-def _drawn_samples(drawn: Any, data: Any) -> int:
-    """Samples in what a collate function was given. Not the length of columns side by side, which a data set with
-    `__getitems__` may give in the place of a list of samples."""
-    is_columns = isinstance(drawn, tuple) and all(hasattr(column, "shape") for column in drawn)
-    if is_columns or isinstance(drawn, Mapping):
-        return leading_size(drawn)
-    return len(drawn) if hasattr(drawn, "__len__") else leading_size(data)
+def _length(column: Any) -> int:
+    shape = getattr(column, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    return len(column) if isinstance(column, (list, tuple)) else 0
 
 
 def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:
@@ -230,10 +245,17 @@ def counted(loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
         return loader
-    if not isinstance(loader.collate_fn, CountingCollate):
-        batched = loader.batch_size is not None or loader.batch_sampler is not None
-        loader.collate_fn = CountingCollate(loader.collate_fn, batched)
+    collate = loader.collate_fn
+    own = collate.collate if isinstance(collate, CountingCollate) else collate
+    batched = loader.batch_size is not None or loader.batch_sampler is not None
+    loader.collate_fn = CountingCollate(own, batched, _sizes_of_batches(loader))
     return loader
+
+
+def _sizes_of_batches(loader: DataLoader[Any]) -> frozenset[int]:
+    if loader.batch_size is None or not hasattr(loader.dataset, "__getitems__"):
+        return frozenset()
+    return frozenset({loader.batch_size, (dataset_length(loader) or 0) % loader.batch_size} - {0})
 
 
 def rebuilt(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[Any]:

@@ -661,9 +661,91 @@ def table() -> DataLoader[Any]:
     return DataLoader(Table(), batch_size=8, shuffle=True, collate_fn=lambda rows: (rows, rows[:, :1]))
 
 
-def test_whole_batches_of_a_data_set_are_compared_with_their_parts() -> None:
-    assert_passed(parity(program(data_fn=table), **SPLIT))
-    assert_rejected(parity(program(data_fn=table, loss_fn=summed), **SPLIT), "the loss is a sum")
+class Columns(Table):
+    def __getitems__(self, indices: list[int]) -> Any:
+        rows = super().__getitems__(indices)
+        return [rows, rows[:, :1], rows[:, 0].tolist()]
+
+
+def columns() -> DataLoader[Any]:
+    return DataLoader(Columns(), batch_size=8, shuffle=True, collate_fn=lambda parts: parts)
+
+
+@pytest.mark.parametrize("data_fn", [table, columns])
+def test_whole_batches_of_a_data_set_are_compared_with_their_parts(data_fn: Callable[[], Any]) -> None:
+    assert_passed(parity(program(data_fn=data_fn), **SPLIT))
+    assert_rejected(parity(program(data_fn=data_fn, loss_fn=summed), **SPLIT), "the loss is a sum")
+
+
+# --- collate functions ---
+
+
+class MixUp:
+    """Mixes each sample with another of its batch, by a share that is the batch's."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        share, order = self.draw(), torch.randperm(len(x))
+        return {
+            "x": share * x + (1 - share) * x[order],
+            "targets": [y, y[order]],
+            "share": share,
+            "names": ["a"] * len(x),
+        }
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        losses = [F.mse_loss(model(batch["x"]).float(), target) for target in batch["targets"]]
+        return batch["share"] * losses[0] + (1 - batch["share"]) * losses[1]
+
+
+def mixing(draw: Callable[[], float], factor: Callable[[Any], float] = lambda batch: 1.0) -> UserFunctions:
+    mix = MixUp(draw)
+    data = regression_data().dataset
+    return program(
+        data_fn=lambda: DataLoader(data, batch_size=8, collate_fn=mix),
+        loss_fn=lambda model, batch: mix.loss(model, batch) * factor(batch),
+    )
+
+
+@pytest.mark.parametrize("variant", [SPLIT, {"batch_size": 24}], ids=["split", "larger"])
+def test_what_a_collate_function_draws_is_the_same_on_both_sides(variant: dict[str, Any]) -> None:
+    result = parity(mixing(random.random), **variant)
+    assert_passed(result)
+    assert result.notes == ()
+
+
+def test_a_sum_shows_beside_what_a_collate_function_draws() -> None:
+    assert_rejected(parity(mixing(random.random, lambda batch: len(batch["x"])), **SPLIT), "the loss is a sum")
+
+
+def test_a_collate_function_that_keeps_count_is_named() -> None:
+    generator = random.Random(0)
+    assert_rejected(parity(mixing(generator.random), **SPLIT), r"^the collate function gives .* \(gradients differ")
+    assert parity(mixing(generator.random), batch_size=16).notes == ()
+
+
+class Parts(Dataset[Any]):
+    """Its samples can be read once."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return index, (torch.randn(WIDTH // 4, generator=generator) for _ in itertools.count())
+
+
+def put_together(samples: list[Any]) -> Any:
+    x = torch.stack([torch.cat(list(itertools.islice(parts, 4))) for _, parts in samples])
+    return x, x[:, :1]
+
+
+@pytest.mark.parametrize("variant", [SPLIT, {"batch_size": 24}], ids=["split", "larger"])
+def test_samples_that_can_be_read_once_are_collated_for_both_sides(variant: dict[str, Any]) -> None:
+    assert_passed(parity(program(data_fn=lambda: DataLoader(Parts(), 8, collate_fn=put_together)), **variant))
 
 
 # --- programs that cannot be watched ---

@@ -316,3 +316,12 @@ class RowsOf(Mapping[int, torch.Tensor]):
 def test_a_copy_of_a_mapping_that_makes_its_rows_anew_is_one_of_the_mapping() -> None:
     copied = independent(RowsOf(torch.arange(4000.0).view(1000, 4)))
     assert isinstance(copied, RowsOf) and copied.table.shape == (1000, 4)
+
+
+def test_a_copy_of_a_ragged_tensor_can_be_trained_on() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(1, 2)], layout=torch.jagged)
+    copied = independent({"x": ragged})["x"]
+    assert copied.values().data_ptr() != ragged.values().data_ptr()
+    layer = torch.nn.Linear(2, 1)
+    layer(copied).values().sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[4.0, 4.0]]

@@ -391,11 +391,12 @@ def test_ready_batches_are_counted_by_their_first_dimension() -> None:
     [
         lambda rows: rows,
         lambda rows: (rows, rows, rows),
+        lambda rows: [rows, rows, rows.tolist()],
         lambda rows: {"x": rows, "y": rows, "z": rows},
         lambda rows: [(row, row) for row in rows],
         lambda rows: tuple((row, row) for row in rows),
     ],
-    ids=["a tensor", "columns", "named columns", "a list of samples", "a tuple of samples"],
+    ids=["a tensor", "columns", "a list of columns", "named columns", "a list of samples", "a tuple of samples"],
 )
 def test_a_data_set_that_takes_whole_lists_of_indices_is_counted_by_what_it_gives(form: Any) -> None:
     class AtOnce(TensorDataset):
