@@ -29,21 +29,29 @@ PLAIN_GAIN = 1.5
 """What is so much faster is certain at the 1 % level after two rounds, where processes differ by no more than expected."""
 
 
-def reserve_seconds(session: Session) -> float:
+def reserve(session: Session, *, frees_the_batch: bool = False) -> None:
+    """Keeps free of everything else what the confirmation is likely to take by now; as `reserve_seconds`."""
+    session.budget.reserved_seconds = reserve_seconds(session, frees_the_batch=frees_the_batch)
+
+
+def reserve_seconds(session: Session, *, frees_the_batch: bool = False) -> float:
     """What confirmation, parity and soak are likely to take: kept free of everything before them.
 
-    For one finalist beside the baseline, and one with the batch free: a second one is measured where there is time, but
-    is checked before that is known. What is plainly faster gets its last rounds where there is time.
+    For one finalist beside the baseline, and one with the batch free where such a one leads or is looked for: a second one
+    is measured where there is time, but is checked before that is known. What is plainly faster gets its last rounds where
+    there is time.
     """
     base, best = session.baseline_trial(), session.best()
     if base is None:
         return 0.0
     finalist = best or base
-    finalists = 1 + (session.settings.conditions.global_batch_size is not None)
+    leaders = session.candidates(free=True)[:1]
+    finalists = 1 + (frees_the_batch or any(not session.allowed(leader.config) for leader in leaders))
     is_plain = session.score(finalist) >= PLAIN_GAIN * session.score(base)
     rounds = session.pace.rounds_of_a_plain_gain if is_plain else FEWEST_ROUNDS
     measuring = rounds * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
-    parity = 0.0 if finalist.config == session.baseline else finalist.seconds
+    is_checked = finalist.config == session.baseline or session.is_checked(finalist.config)
+    parity = 0.0 if is_checked else finalist.seconds
     soak = soak_trial_seconds(session, finalist, session.pace.soak_seconds)
     return min(measuring + parity + soak, LARGEST_RESERVE * session.budget.seconds)
 

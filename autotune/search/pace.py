@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.config import TrainingConfig
 from autotune.knobs.base import LONGEST_COMPILE_SECONDS
@@ -11,7 +11,10 @@ from autotune.records import PhaseTimeouts, SearchFacts, Settings, TrialKind, Tr
 from autotune.space import SearchSpace
 from autotune.stats import FEWEST_ROUNDS
 
-SHORT_BUDGET_SECONDS = 240.0
+SHORT_BUDGET_SECONDS = 400.0
+"""Processes differ by more than their blocks do: below this, confirming is more rounds rather than longer blocks."""
+VERY_SHORT_BUDGET_SECONDS = 240.0
+"""Below this, no third round is kept time for where a gain is plain, nor a long soak."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,14 @@ class Pace:
 
 
 def pace_for(budget_seconds: float) -> Pace:
-    """The design's block lengths where there is time for them; in a short budget, half-second blocks to confirm, and two
-    rounds where these are likely to be enough."""
+    """The design's block lengths where there is time for them; half-second blocks to confirm in a short budget; in a very
+    short one also two rounds where these are likely to be enough, and a soak of 8 s."""
     if budget_seconds >= SHORT_BUDGET_SECONDS:
         return Pace()
-    return Pace(
-        confirm_block_seconds=0.5,
-        confirm_minimum_blocks=4,
-        confirm_maximum_blocks=8,
-        rounds_of_a_plain_gain=2,
-        soak_seconds=8.0,
-    )
+    short = Pace(confirm_block_seconds=0.5, confirm_minimum_blocks=4, confirm_maximum_blocks=8)
+    if budget_seconds >= VERY_SHORT_BUDGET_SECONDS:
+        return short
+    return replace(short, rounds_of_a_plain_gain=2, soak_seconds=8.0)
 
 
 def trial_request(

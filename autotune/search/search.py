@@ -15,7 +15,7 @@ from autotune.search.compute import (
     seconds_of_the_cure,
     step_bottleneck_of,
 )
-from autotune.search.confirm import confirm, reserve_seconds
+from autotune.search.confirm import confirm, reserve
 from autotune.search.exhaust import exhaust
 from autotune.search.explore import explore, sample
 from autotune.search.loader import search_loader
@@ -47,7 +47,7 @@ class Search:
     def go_on(self) -> None:
         """What the strategy measures, then confirm; `begin` came before."""
         session = self.session
-        self._reserve()
+        reserve(session)
         strategy = session.settings.strategy
         if strategy == "exhaustive":
             exhaust(session)
@@ -63,7 +63,7 @@ class Search:
         if start is not None:
             self._first_ceilings(start)
             self._descend(self._roomier(start))
-        self._reserve()
+        reserve(self.session)
         explore(self.session)
 
     def _descend(self, start: Trial) -> None:
@@ -84,25 +84,20 @@ class Search:
                 # Each size is compiled anew, so that growing what is not compiled yet is cheap; but where that gains little,
                 # the next thing to try is a compilation.
                 leader = self._batch(search_compute(session, leader, quick_only=True), go_on_gain=QUICK_GAIN)
-                self._reserve()
+                reserve(session)
             leader = search_compute(session, leader)
-            self._reserve()
+            reserve(session)
             leader = self._batch(leader)
-            self._reserve()
+            reserve(session)
             if session.space.micro_batch(leader.config) == size:
                 break
-        leader = search_loader(session, leader)
-        self._reserve()
-        self._free_batch(leader, freer)
+        self._free_batch(search_loader(session, leader), freer)
 
     def _batch_comes_first(self, leader: Trial) -> bool:
         """Where the batch itself cures what holds the step back, or memory is the aim, it is cheaper to move before
         anything is compiled."""
         memory_is_the_aim = self.session.settings.objective == "memory"
         return memory_is_the_aim or bottleneck_of(self.session, leader) in batch_knob().cures
-
-    def _reserve(self) -> None:
-        self.session.budget.reserved_seconds = reserve_seconds(self.session)
 
     def _first_ceilings(self, start: Trial) -> None:
         """How far the user's program goes, and what saving memory would bring, where that is cheap beside the budget.
@@ -228,7 +223,7 @@ class Search:
         session = self.session
         session.budget.reserved_seconds += seconds_of_the_cure(session, leader) + 3 * leader.seconds
         freer = search_batch(session, leader, "explore", free=True, until_it_waits=True)
-        self._reserve()
+        reserve(session)
         return None if session.allowed(freer.config) else freer
 
     def _free_batch(self, leader: Trial, freer: Trial | None) -> None:
@@ -237,6 +232,7 @@ class Search:
         session, space = self.session, self.session.space
         if not self._may_free_the_batch():
             return
+        reserve(session, frees_the_batch=True)
         if freer is not None:
             both = leader.config.replace({space.batch_name: space.micro_batch(freer.config)})
             if session.obstacle(both) is None and session.affords(both):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotune.config import TrainingConfig, Value
-from autotune.knobs.registry import slow_to_start
+from autotune.knobs.registry import KNOBS, slow_to_start
 from autotune.memory_margin import limit_bytes, misfit
 from autotune.records import (
     Failure,
@@ -287,6 +287,10 @@ class Session:
             self.watcher.probe("parity", result.reason if isinstance(result, ParityResult) else result.message)
         return self.parity_results[key]
 
+    def is_checked(self, config: TrainingConfig) -> bool:
+        """Whether the parity check of this configuration was made."""
+        return self.space.numerics_key(config) in self.parity_results
+
     def _remember_probe(self, kind: TrialKind, config: TrainingConfig, answer: TrialAnswer) -> None:
         self.probes[(kind, config.key)] = answer
         if kind in ("memory", "loader"):
@@ -417,7 +421,7 @@ class Session:
         """
         ran = [trial for trial in self.trials if trial.round is None and trial.measurement is not None]
         compiles = slow_to_start(config)
-        if compiles and (same := [trial for trial in ran if self._computes_alike(trial.config, config)]):
+        if compiles and (same := [trial for trial in ran if self._compiles_alike(trial.config, config)]):
             # The compiler finds what it made for that trial.
             return min(map(self.seconds_again, same))
         alike = [trial.seconds for trial in ran if slow_to_start(trial.config) == compiles]
@@ -438,11 +442,13 @@ class Session:
         again = self.seconds_again(trial) if slow_to_start(trial.config) else trial.seconds
         return max(0.0, again - sum(measurement.blocks.seconds) - sum(resident))
 
-    def _computes_alike(self, config: TrainingConfig, other: TrainingConfig) -> bool:
+    def _compiles_alike(self, config: TrainingConfig, other: TrainingConfig) -> bool:
         """Whether forward and backward are the same: what differs is loading, or the optimizer's step."""
-        space = self.space
-        same_gradient = space.gradient_key(config) == space.gradient_key(other)
-        return same_gradient and space.micro_batch(config) == space.micro_batch(other)
+        return all(
+            config[knob.name] == other[knob.name]
+            for knob in KNOBS
+            if knob.stage != "loader" and not knob.in_update_only
+        )
 
 
 def _cold_start_seconds(trial: Trial) -> float:

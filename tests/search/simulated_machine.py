@@ -78,6 +78,8 @@ class Program:
     compile_seconds: float = 20.0
     cached_share: float = 0.3
     """Of `compile_seconds`, where the compiler finds its output."""
+    tuning_seconds: float = 0.0
+    """To try algorithms of convolutions, in each first step."""
     start_seconds: float = 1.0
     """From the start of a trial's process to its first step, and to its end after the last block."""
     check_seconds: float = 2.0
@@ -264,6 +266,7 @@ class SimulatedMachine:
         value, interval = rate(blocks.samples, blocks.seconds)
         device, host = self.program.micro_batch_seconds(config)
         self._most_samples[config.key] = max(self._most_samples.get(config.key, 0), sum(blocks.samples))
+        was_cached = self._compiles(config) and self._compile_key(config) in self._compiled
         first_step = self._first_step(config)
         resident_rate = _size(config) * micro_batches / self.program.step_seconds(config, micro_batches) * process
         beaten = out_of_the_race(blocks.samples, blocks.seconds, request.rate_to_beat)
@@ -283,6 +286,7 @@ class SimulatedMachine:
             first_step_seconds=first_step,
             process_seconds=self.program.start_seconds + first_step,
             compiled_graphs=int(self._compiles(config)),
+            compile_was_cached=was_cached,
             device_lag_share=max(0.0, 1 - host / device) if self._facts.device == "cuda" else None,
             update_share=self._update_share(config, micro_batches) if resident else None,
             stopped_early=beaten and not still_rival,
@@ -346,14 +350,19 @@ class SimulatedMachine:
     def _compiles(self, config: TrainingConfig) -> bool:
         return config["compile_mode"] != "as_is"
 
+    def _compile_key(self, config: TrainingConfig) -> str:
+        """Equal where the compiler makes the same of forward and backward."""
+        elsewhere: dict[str, Value] = {"num_workers": 0, "pin_memory": False, "optimizer_impl": "as_is"}
+        return config.replace({**elsewhere, "cudnn_benchmark": "as_is"}).key
+
     def _first_step(self, config: TrainingConfig) -> float:
         """Seconds; a forward and backward that was compiled once lies in the compiler's cache."""
         step = self.program.step_seconds(config, self._micro_batches(config))
+        step += self.program.tuning_seconds if config["cudnn_benchmark"] == "on" else 0.0
         if not self._compiles(config):
             return step
-        key = config.replace({"num_workers": 0, "pin_memory": False, "optimizer_impl": "as_is"}).key
-        cold = key not in self._compiled
-        self._compiled.add(key)
+        cold = self._compile_key(config) not in self._compiled
+        self._compiled.add(self._compile_key(config))
         return step + self.program.compile_seconds * (1.0 if cold else self.program.cached_share)
 
 

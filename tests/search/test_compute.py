@@ -15,6 +15,8 @@ from tests.search.simulated_machine import Fault, Program
 from tests.search.simulated_programs import (
     GIB,
     LANGUAGE_MODEL,
+    RESNET_AS_TIMED,
+    RESNET_IN_FIVE_MINUTES,
     SCENARIOS,
     SMALL_AS_TIMED,
     SMALL_IN_TWO_MINUTES,
@@ -179,6 +181,55 @@ def test_what_only_computes_faster_is_tried_once_the_device_is_busy(new_director
     assert "precision" in leader
     first = next(at for at, changes in enumerate(tried) if "precision" in changes)
     assert all(changes.get("compile_mode") == "reduce-overhead" for changes in tried[first:])
+
+
+RESNET = replace(
+    RESNET_AS_TIMED, process_spread=0.005, block_spread=0.005,
+    launch_speedups={**RESNET_AS_TIMED.launch_speedups, ("memory_format", "channels_last"): 0.8},
+)  # fmt: skip
+HIDDEN = {"memory_format": "channels_last", "compile_mode": "reduce-overhead", "compile_scope": "step"}
+
+
+def test_what_only_the_starting_of_kernels_hides_is_tried_with_its_cure(new_directory: NewDirectory) -> None:
+    """In bf16 the device is busy and channels last gains nothing, since the host is no faster; with graphs it does."""
+    _, leader, tried = descended(RESNET, new_directory(), facts=RESNET_IN_FIVE_MINUTES.facts)
+    assert leader.items() >= HIDDEN.items()
+    eager = next(at for at, changes in enumerate(tried) if changes.get("memory_format") == "channels_last")
+    assert tried[eager].get("compile_mode") is None and tried[eager + 1].items() >= HIDDEN.items()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"launch_seconds": 0.001},
+        {"sample_speedups": {**RESNET.sample_speedups, ("memory_format", "channels_last"): 0.8}},
+        {"launch_speedups": {**RESNET.launch_speedups, ("memory_format", "channels_last"): 0.5}},
+    ],
+    ids=["the device stays busy", "the device is slower", "the host is much slower"],
+)
+def test_what_gains_nothing_for_another_reason_is_not(changed: dict[str, Any], new_directory: NewDirectory) -> None:
+    program = replace(RESNET, sample_speedups={("precision", "bf16"): 1.1, ("memory_format", "channels_last"): 1.01})
+    _, _, tried = descended(replace(program, **changed), new_directory(), facts=RESNET_IN_FIVE_MINUTES.facts)
+    eager = next(at for at, changes in enumerate(tried) if changes.get("memory_format") == "channels_last")
+    assert not any(changes.items() >= HIDDEN.items() for changes in tried[eager + 1 : eager + 2])
+
+
+def test_what_its_cure_does_not_make_better_changes_nothing(new_directory: NewDirectory) -> None:
+    program = replace(RESNET, faults=(Fault("measure", {"compile_mode": "reduce-overhead"}, "cuda_error"),))
+    _, leader, tried = descended(program, new_directory(), facts=RESNET_IN_FIVE_MINUTES.facts)
+    assert any(changes.items() >= HIDDEN.items() for changes in tried)
+    assert "memory_format" not in leader and leader["precision"] == "bf16"
+
+
+def test_its_cure_waits_where_nothing_is_to_be_compiled_yet(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(RESNET, RESNET_IN_FIVE_MINUTES.facts, new_directory())
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        search_compute(session, start, quick_only=True)
+        tried = search.machine.asked("measure")
+        assert any(config["memory_format"] == "channels_last" for config in tried)
+        assert all(config["compile_mode"] == "as_is" for config in tried)
 
 
 def test_an_update_that_gained_too_little_to_be_seen_is_tried_again_in_a_faster_step(
