@@ -325,7 +325,8 @@ def accumulation_advice(found: Comparison, pieces: int) -> str:
         )
     return (
         f"; with {pieces} micro-batches a step: a mean over tokens of ragged batches must return (loss_sum, weight) "
-        "from loss_fn; a loss that couples the samples of a batch (contrastive) cannot be split"
+        "from loss_fn; a loss that couples the samples of a batch (contrastive), or clears gradients (zero_grad), cannot be "
+        "split"
     )
 
 

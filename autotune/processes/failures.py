@@ -304,7 +304,10 @@ def _user_message(error: BaseException, origin: Origin) -> str:
             f"other generators than torch's ({shown})"
         )
     if "backward through the graph a second time" in origin.message:
-        return f"{shown}{where}; the step calls backward() itself, so loss_fn must not"
+        return (
+            f"{shown}{where}; the step calls backward() itself, so loss_fn must not, and what the model keeps of a step for "
+            "the next one must be detached from it (.detach())"
+        )
     if _NO_CUDA.search(origin.message):
         return f"{shown}{where}: there is no GPU here; leave .cuda() and .to(...) out, autotune places the model itself"
     return f"{shown}{where}"

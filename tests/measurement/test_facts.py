@@ -145,6 +145,20 @@ def test_a_step_that_leaves_the_optimizer_no_gradient_is_refused(functions: User
         facts_of(functions)
 
 
+def test_a_loss_that_leaves_gradients_behind_is_refused() -> None:
+    def adversarial(model: nn.Module, batch: Any, clears: bool) -> torch.Tensor:
+        x = batch[0].clone().requires_grad_()
+        mse(model, (x, batch[1])).backward()
+        if clears:
+            model.zero_grad()
+        return mse(model, (batch[0] + 0.1 * x.grad.sign(), batch[1]))
+
+    text = r"^0\.weight has a gradient as soon as the loss is computed.*torch\.autograd\.grad"
+    with pytest.raises(WorkloadError, match=text):
+        facts_of(program(loss_fn=functools.partial(adversarial, clears=False)))
+    facts_of(program(loss_fn=functools.partial(adversarial, clears=True)))
+
+
 def test_sparse_gradients_fix_the_optimizer() -> None:
     facts = facts_of(
         program(

@@ -282,7 +282,7 @@ def test_a_loss_that_was_propagated_already():
 
     failure = classify(raised(twice), "compile")
     assert failure.kind == "user_error"
-    assert failure.message.endswith("; the step calls backward() itself, so loss_fn must not")
+    assert "; the step calls backward() itself, so loss_fn must not, and what the model keeps" in failure.message
 
 
 def test_notes_on_an_exception_are_told_after_it():
