@@ -27,7 +27,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, sig
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 threading.Thread(target=time.sleep, args=(10**6,)).start()
 atexit.register(time.sleep, 10**6)
-os.chdir("/")
+os.chdir(HERE / "went")
 os.environ.clear()
 os.write(1, bytes(range(256)) * 40)
 print("no end of line", end="")
@@ -69,6 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("user")
     (directory / "program.py").write_text(TINY_PROGRAM + INCONSIDERATE + BEHAVING)
     (directory / "stood").mkdir()
+    (directory / "went").mkdir()
     return directory
 
 
@@ -118,10 +119,10 @@ def test_it_is_let_do(what: str, place: Path, pool: TrialPool) -> None:
     assert pool.notes == [], "trials are forked all the same"
 
 
-def test_relative_paths_are_those_of_the_place_where_the_user_stood(place: Path, pool: TrialPool) -> None:
+def test_relative_paths_are_those_of_the_place_where_the_program_goes_at_import(place: Path, pool: TrialPool) -> None:
     answer = trial_that_does(place, pool, "model", "Path('model.txt').write_text('kept')")
     assert answer.failure is None
-    assert (place / "stood" / "model.txt").read_text() == "kept"
+    assert (place / "went" / "model.txt").read_text() == "kept"
 
 
 # --- told -------------------------------------------------------------------------------------------------------------

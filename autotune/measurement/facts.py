@@ -71,6 +71,11 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     conditions = request.conditions.model_copy(update={"global_batch_size": None})
     training = Training(functions, TrainingConfig({}), conditions)
     model = training.model
+    if not torch.is_grad_enabled():
+        raise WorkloadError(
+            "gradients are turned off for good where the program is imported, or its model or data is made; put what calls "
+            "torch.set_grad_enabled(False), or enters torch.no_grad() or torch.inference_mode(), into a `with` block"
+        )
     phase("compile")
     window = _first_window(training, request.facts_batch_size)
     made_before = {name for name, _ in model.named_parameters()}

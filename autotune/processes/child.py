@@ -83,7 +83,6 @@ def set_apart(order: TrialOrder, server: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.closed:  # the user's module may have closed it
             stream.reconfigure(line_buffering=True)  # what was printed before a crash is worth reading
-    os.chdir(order.working_directory)
 
 
 def run_fresh(order: TrialOrder, report_descriptor: int) -> None:

@@ -66,7 +66,6 @@ class TrialPool:
         self._on_note = on_note or (lambda note: None)
         self._entry = entry
         self._silence_seconds = silence_seconds
-        self._working_directory = os.getcwd()
         self._start_method: StartMethod = start_method
         self._fork_proven = False
         self._started_threads = False
@@ -162,7 +161,6 @@ class TrialPool:
             self._start_method,
             self._warm_compiler,
             self._entry,
-            self._working_directory,
             self._silence_seconds,
         )
 

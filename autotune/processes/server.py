@@ -187,7 +187,6 @@ class Server:
             hello.workload,
             hello.entry,
             hello.start_method,
-            hello.working_directory,
             message.output_path,
             message.result_path,
             sockets.make_directory(),

@@ -48,8 +48,6 @@ class Hello:
     start_method: StartMethod
     warm_compiler: bool
     entry: str
-    working_directory: str
-    """Where the user stood; trials run there, whatever importing the user's module changes."""
     silence_seconds: float
     """How long the fork that is tried out before the first trial may take."""
 
@@ -125,7 +123,6 @@ class TrialOrder:
     workload: Workload
     entry: str
     start_method: StartMethod
-    working_directory: str
     output_path: str
     result_path: str
     sockets_path: str | None

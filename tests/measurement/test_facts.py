@@ -145,6 +145,15 @@ def test_a_step_that_leaves_the_optimizer_no_gradient_is_refused(functions: User
         facts_of(functions)
 
 
+def test_gradients_that_are_turned_off_are_told() -> None:
+    def data_without_gradients() -> DataLoader[Any]:
+        torch.set_grad_enabled(False)
+        return regression_data()
+
+    with torch.enable_grad(), pytest.raises(WorkloadError, match=r"^gradients are turned off for good"):
+        facts_of(program(data_fn=data_without_gradients))
+
+
 def test_a_loss_that_leaves_gradients_behind_is_refused() -> None:
     def adversarial(model: nn.Module, batch: Any, clears: bool) -> torch.Tensor:
         x = batch[0].clone().requires_grad_()
