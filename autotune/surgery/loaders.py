@@ -7,6 +7,8 @@ import inspect
 import io
 import pickle
 import re
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +25,13 @@ DEFAULT_BATCH_SIZE = 32
 
 DEFAULT_PREFETCH_FACTOR = 2
 """DataLoader's own, where it has workers."""
+
+START = 4
+"""So many samples tell whether two workers begin alike."""
+SECONDS_TO_READ = 0.5
+"""A stream is read to its end where that takes no longer."""
+LARGEST_UNLIKE_SHARE = 0.1
+"""Of a pass: workers may round their parts, or leave samples out at random."""
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _WORKER_ONLY = ("prefetch_factor", "timeout", "multiprocessing_context", "persistent_workers")
@@ -166,24 +175,48 @@ def workers_fixed_reason(loader: DataLoader[Any], fresh_datasets: tuple[Any, Any
     if fresh_datasets is None:
         return None
     try:
-        shards = _shards(fresh_datasets, loader.worker_init_fn)
+        whole = _read(loader.dataset, time.monotonic() + SECONDS_TO_READ)
+        first, second = _parts(fresh_datasets, loader.worker_init_fn, START if whole is None else len(whole))
     except Exception as error:  # whatever the user's data set or worker_init_fn raises in a worker, and only there
         return f"the IterableDataset does not run in a worker ({type(error).__name__}: {error})"
-    if not shards:
+    if first[:START] == second[:START]:
         return (
             "workers that are seeded alike get the same samples from the IterableDataset: split it by "
             "torch.utils.data.get_worker_info(), or seed by its id, in __iter__, what is drawn at random"
         )
-    return None
+    together = len(first) + len(second)
+    if whole is None or abs(together - len(whole)) <= max(2, LARGEST_UNLIKE_SHARE * len(whole)):
+        return None
+    in_both = (Counter(first) & Counter(second)).total()
+    if together < len(whole) or in_both > LARGEST_UNLIKE_SHARE * len(whole):
+        return (
+            f"one pass over the IterableDataset is {len(whole):,} samples in one process and {together:,} in two workers: "
+            "in __iter__, give each its part by the id and num_workers of torch.utils.data.get_worker_info()"
+        )
+    return None  # each worker draws as many as one process does, and others
 
 
-def _shards(datasets: tuple[Any, Any], worker_init_fn: Callable[[int], Any] | None, count: int = 4) -> bool:
-    """Whether two workers of an iterable data set begin with different samples.
+def _read(dataset: Any, deadline: float) -> list[Any] | None:
+    """All samples' signatures; None where reading them takes longer, has no end, or fails."""
+    seed_everything(0)
+    found = []
+    try:
+        for sample in dataset:
+            found.append(signature(sample))
+            if time.monotonic() > deadline:
+                return None
+    except Exception:  # whatever the user's data set raises at a sample that a trial is yet to come to
+        return None
+    return found
+
+
+def _parts(datasets: tuple[Any, Any], worker_init_fn: Callable[[int], Any] | None, most: int) -> list[list[Any]]:
+    """The signatures of the samples that two workers of an iterable data set give, up to so many of each.
 
     Sets torch's own worker information in this process, which is what `get_worker_info()` reads, however imported; what
     `worker_init_fn` does is done here too.
     """
-    starts = []
+    found = []
     saved = get_worker_info()
     try:
         for worker_id, dataset in enumerate(datasets):
@@ -196,10 +229,10 @@ def _shards(datasets: tuple[Any, Any], worker_init_fn: Callable[[int], Any] | No
                 worker_init_fn(worker_id)
                 seed_everything(0)
             iterator = iter(dataset)
-            starts.append([signature(sample) for sample, _ in zip(iterator, range(count), strict=False)])
+            found.append([signature(sample) for sample, _ in zip(iterator, range(most), strict=False)])
     finally:
         _worker_module._worker_info = saved
-    return starts[0] != starts[1]
+    return found
 
 
 def signature(sample: Any) -> Any:

@@ -81,6 +81,31 @@ class UnshardedAndShuffledByWorker(IterableDataset[int]):
         return iter(random.Random(seed).sample(range(1000), 1000))
 
 
+class ShuffledWhole(IterableDataset[int]):
+    """All of the data from every worker, each in an order of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(random.Random(None if info is None else info.id).sample(range(1000), 1000))
+
+
+class EveryFourth(IterableDataset[int]):
+    """Right for four workers alone."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(1000) if info is None else range(info.id, 1000, 4))
+
+
+class DrawnAnew(IterableDataset[float]):
+    """As many from each worker as from one process, and no sample twice."""
+
+    def __iter__(self) -> Iterator[float]:
+        info = get_worker_info()
+        generator = random.Random(None if info is None else info.id)
+        return (generator.random() for _ in range(1000))
+
+
 class ShardedFromOutside(IterableDataset[int]):
     """As in torch's documentation: `worker_init_fn` gives each worker's copy its part."""
 
@@ -223,6 +248,10 @@ UNSHARDED = (
     "workers that are seeded alike get the same samples from the IterableDataset: split it by "
     "torch.utils.data.get_worker_info(), or seed by its id, in __iter__, what is drawn at random"
 )
+A_PASS = (
+    "one pass over the IterableDataset is 1,000 samples in one process and {} in two workers: in __iter__, give each its "
+    "part by the id and num_workers of torch.utils.data.get_worker_info()"
+)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +263,9 @@ UNSHARDED = (
         (UnshardedAndShuffled, UNSHARDED),
         (UnshardedAndShuffledInPython, UNSHARDED),
         (UnshardedAndShuffledByWorker, UNSHARDED),
+        (ShuffledWhole, A_PASS.format("2,000")),
+        (EveryFourth, A_PASS.format("500")),
+        (DrawnAnew, None),
     ],
 )
 def test_workers_are_offered_only_where_sharding_was_seen(dataset_class: Any, reason: str | None) -> None:
