@@ -173,9 +173,8 @@ def _serve() -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     optuna.create_study(storage="sqlite://", study_name="first")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # the tests may run under nohup, where a search would not hear it either
+    # The tests may run under nohup, where a search would not hear it either.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     pid, began = 0, 0.0
     for line in sys.stdin:
         request = json.loads(line)

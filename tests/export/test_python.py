@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +29,43 @@ STEPS = 6
 """More than one pass over each program's data, so that partial windows and their weights are in it."""
 
 DRIVER = """
-import importlib.util, json, sys
-import torch
-losses = []
-for path in sys.argv[1:]:
+import importlib.util, json, os, sys
+import torch, torch._dynamo
+
+def losses_of(path):
     spec = importlib.util.spec_from_file_location("script", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     torch.manual_seed(7)
-    losses.append([float(loss) for _, loss in zip(range(STEPS), script.train())])
-assert not [name for name in sys.modules if name.split(".")[0] == "autotune"]
-print(json.dumps(losses))
+    losses = [float(loss) for _, loss in zip(range(STEPS), script.train())]
+    assert not [name for name in sys.modules if name.split(".")[0] == "autotune"]
+    return losses
+
+for path in map(json.loads, sys.stdin):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.chdir(os.path.dirname(path))
+            with open("losses.json", "w") as file:
+                json.dump(losses_of(path), file)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """.replace("STEPS", str(STEPS))
+"""Has imported torch, which takes longer than any script, and runs each one in a process of its own."""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    started = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], cwd=tmp_path_factory.mktemp("driver"), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with started:
+        yield started
 
 
 def recommendation_for(program: Path, conditions: Conditions) -> tuple[Recommendation, SearchFacts]:
@@ -80,17 +106,13 @@ def losses_of_training(program: Path, recommendation: Recommendation, config: Tr
     return losses
 
 
-def losses_of_scripts(scripts: list[str], folder: Path) -> list[list[float]]:
-    paths = []
-    for number, script in enumerate(scripts):
-        path = folder / f"script_{number}.py"
-        path.write_text(script)
-        paths.append(str(path))
-    ran = subprocess.run(
-        [sys.executable, "-c", DRIVER, *paths], capture_output=True, text=True, check=False, cwd=folder
-    )
-    assert ran.returncode == 0, ran.stderr
-    losses: list[list[float]] = json.loads(ran.stdout.splitlines()[-1])
+def losses_of_script(script: str, folder: Path, driver: subprocess.Popen[str]) -> list[float]:
+    assert driver.stdin is not None and driver.stdout is not None
+    folder.mkdir()
+    (folder / "script.py").write_text(script)
+    print(json.dumps(str(folder / "script.py")), file=driver.stdin, flush=True)
+    assert driver.stdout.readline() == "0\n", "stderr says why"
+    losses: list[float] = json.loads((folder / "losses.json").read_text())
     return losses
 
 
@@ -122,13 +144,18 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Value]]]] = [
     ("name", "conditions", "changes"), CASES, ids=[f"{c[0]}-{c[1]['global_batch_size']}" for c in CASES]
 )
 def test_the_script_gives_the_losses_of_training(
-    name: str, conditions: dict[str, Any], changes: list[dict[str, Value]], tmp_path: Path
+    name: str,
+    conditions: dict[str, Any],
+    changes: list[dict[str, Value]],
+    tmp_path: Path,
+    driver: subprocess.Popen[str],
 ) -> None:
     program = PROGRAMS / f"{name}.py"
     recommendation, _ = recommendation_for(program, Conditions(device="cpu", **conditions))
-    configs = [recommendation.best.config.replace(change) for change in changes]
-    expected = [losses_of_training(program, recommendation, config) for config in configs]
-    assert losses_of_scripts([export(recommendation, config) for config in configs], tmp_path) == expected
+    for number, change in enumerate(changes):
+        config = recommendation.best.config.replace(change)
+        expected = losses_of_training(program, recommendation, config)
+        assert losses_of_script(export(recommendation, config), tmp_path / str(number), driver) == expected
 
 
 def test_a_script_for_a_gpu_moves_batches_of_any_nesting() -> None:
@@ -241,12 +268,14 @@ def test_functions_come_from_where_the_search_found_them(reference: WorkloadRefe
     assert [line for line in lines if line in expected] == expected
 
 
-def test_a_file_whose_name_cannot_be_imported_is_loaded_by_its_path(tmp_path: Path) -> None:
+def test_a_file_whose_name_cannot_be_imported_is_loaded_by_its_path(
+    tmp_path: Path, driver: subprocess.Popen[str]
+) -> None:
     program = tmp_path / "my-program.py"
     program.write_text((PROGRAMS / "bare.py").read_text())
     recommendation, _ = recommendation_for(program, Conditions(device="cpu", global_batch_size=None))
     expected = losses_of_training(program, recommendation, recommendation.best.config)
-    assert losses_of_scripts([export(recommendation)], tmp_path) == [expected]
+    assert losses_of_script(export(recommendation), tmp_path / "elsewhere", driver) == expected
 
 
 def test_a_program_that_reads_arguments_is_not_given_those_of_the_script(tmp_path: Path) -> None:
