@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # constraints.txt holds the versions that the tests ran with.
 INSTALL = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt

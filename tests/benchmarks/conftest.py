@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ EmptyStudy = Callable[[Table], Path]
 """Makes a directory in which no search of the table ran yet."""
 TEMPLATES: dict[str, Path] = {}
 """By the table's space: Optuna takes half a second for a new file."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fonts_closed() -> Iterator[None]:
+    """What matplotlib has drawn with, it keeps open: a later test in this process would take that for its data set's."""
+    yield
+    if "matplotlib.font_manager" in sys.modules:
+        sys.modules["matplotlib.font_manager"]._get_font.cache_clear()
 
 
 @pytest.fixture

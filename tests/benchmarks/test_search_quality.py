@@ -156,6 +156,7 @@ def test_the_script_writes_what_it_found(
     arguments = [str(tmp_path / "one.jsonl.gz"), "--seeds", "2", "--strategies", "staged", "--jobs", "1"]
     monkeypatch.setattr(sys, "argv", ["search_quality.py", *arguments, "--out", str(tmp_path)])
     monkeypatch.setattr("benchmarks.search_quality.EVALUATIONS", (3,))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the script does, which would stay for processes of later tests
     assert main() == 0
     content = json.loads((tmp_path / "search_quality.json").read_text())
     assert [(one["table"], one["seed"], one["limit"]) for one in content["runs"]] == [("simulated", 0, 3)]

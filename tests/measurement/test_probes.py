@@ -152,6 +152,7 @@ def test_other_samples_in_workers_are_a_failure(measure, monkeypatch):
     with pytest.raises(TrialFailure, match="another sample 1 in a loader worker than without workers") as raised:
         measure(functions, request("loader", num_workers=1, batch_size=4), phases.append)
     assert (raised.value.kind, phases[-1]) == ("numerics", "loader")
+    del raised  # refers to its own frames, and so to the workers: who collects such garbage waits for them in vain, 5 s
 
 
 class OwnsItsGenerator(Sleepy):
