@@ -50,9 +50,3 @@ def test_a_failing_second_model_shows_the_users_line_and_leaves_nothing(run, tmp
     assert "return nn.Linear(SIZES.pop(), 1)" in finished.stderr
     assert "what it printed" not in finished.stderr, "it printed nothing"
     assert not (tmp_path / "__pycache__").exists()
-
-
-def test_warnings_that_a_program_makes_errors_of_are_its_own(run):
-    finished = run("import warnings\nwarnings.simplefilter('error', DeprecationWarning)", "search", "--budget", "1s")
-    assert finished.returncode == 2
-    assert "a budget of 1 s is too small" in finished.stderr, "everything before has run"

@@ -57,7 +57,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     interrupted.end()
     result = autotune.load(directory / "here" / "best.json").recommendation
     after_interrupt, _ = stored_records(directory / "here")
-    budget = f"{min(230, max(20, 2 * round(seconds)))}s"  # by what its first trials took on so busy a machine
+    budget = f"{min(230, max(20, round(1.5 * seconds)))}s"  # by what its first trials took on so busy a machine
     finished = RunningSearch(*SEARCH, "--budget", budget, "--train-samples", "1000000", directory=directory)
     finished.end()
     return Story(

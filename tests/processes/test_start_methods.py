@@ -56,7 +56,7 @@ def start_method_of(answer):
 def test_parallel_operation_at_import(file_workload, request_for, children, tmp_path):
     heard = []
     workload = file_workload(PARALLEL_AT_IMPORT)
-    with TrialPool(workload, tmp_path, entry=ENTRY, on_note=heard.append, silence_seconds=2.0) as pool:
+    with TrialPool(workload, tmp_path, entry=ENTRY, on_note=heard.append, silence_seconds=0.5) as pool:
         assert start_method_of(pool.run(request_for("look_around"))) == "fresh"
         broken = pool.run(request_for("leave_children_and_hang", measure_seconds=1.0))
         assert broken.failure.kind == "timeout"
@@ -71,7 +71,7 @@ def test_first_trial_silent(file_workload, request_for, tmp_path, monkeypatch):
     with TrialPool(file_workload(SILENT_WHEN_FORKED), tmp_path, entry=ENTRY) as pool:
         # The silent one alone is not waited for: the other imports torch meanwhile.
         monkeypatch.setattr(
-            "autotune.processes.pool.allowed_seconds", lambda *_: 2.0 if pool._start_method == "fork" else 200.0
+            "autotune.processes.pool.allowed_seconds", lambda *_: 0.5 if pool._start_method == "fork" else 200.0
         )
         assert pool.notes == []
         assert start_method_of(pool.run(request_for("look_around"))) == "fresh"
@@ -81,9 +81,9 @@ def test_first_trial_silent(file_workload, request_for, tmp_path, monkeypatch):
 def test_a_program_that_waits_for_a_thread_of_its_import(file_workload, request_for, tmp_path):
     with TrialPool(file_workload(THREAD_AT_IMPORT), tmp_path, entry=ENTRY) as pool:
         assert start_method_of(pool.run(request_for("look_around"))) == "fork"
-        answer = pool.run(request_for("ask_a_thread", measure_seconds=10.0))
+        answer = pool.run(request_for("ask_a_thread", measure_seconds=5.0))
         assert start_method_of(answer) == "fresh"
-        assert answer.seconds - float(answer.soak.findings[4]) < 10.0  # without those of the one that hung
+        assert answer.seconds - float(answer.soak.findings[4]) < 5.0  # without those of the one that hung
         assert "none of the threads" in pool.notes[0]
 
 

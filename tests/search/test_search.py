@@ -44,18 +44,23 @@ def run(scenario: Scenario, directory: Path, **options: Any) -> Outcome:
     return run_search(scenario.program, scenario.facts, directory, **chosen)
 
 
+def best_rate_of(scenario: Scenario, outcome: Outcome) -> float:
+    """By the formulas, without noise: the same for every seed, and it takes as long as some searches."""
+    space, held = outcome.asked.space, scenario.facts.global_batch_size
+    return true_optimum(outcome.machine, space, held=held, limit_bytes=scenario.usable_bytes)[1]
+
+
 # --- what it finds ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_finds_what_is_nearly_the_best_of_the_whole_space(name: str, new_directory: NewDirectory) -> None:
     scenario = SCENARIOS[name]
-    shares = []
+    shares, best_rate = [], 0.0
     for seed in SEEDS:
         outcome = run(scenario, new_directory(), seed=seed)
         hold_promises(outcome)
-        held = scenario.facts.global_batch_size
-        _, best_rate = true_optimum(outcome.machine, outcome.asked.space, held=held, limit_bytes=scenario.usable_bytes)
+        best_rate = best_rate or best_rate_of(scenario, outcome)
         shares.append(outcome.machine.true_rate(outcome.config) / best_rate)
     assert min(shares) > 0.9
     assert sorted(shares)[len(shares) // 2] > 0.95
@@ -63,30 +68,28 @@ def test_it_finds_what_is_nearly_the_best_of_the_whole_space(name: str, new_dire
 
 def test_five_minutes_are_enough_for_a_language_model(new_directory: NewDirectory) -> None:
     facts = cuda_facts(batch_held=False, dataset_length=100_000, largest_batch_size=4096, parameter_bytes=498_000_000)
-    scenario = Scenario(AS_TIMED, facts, 300.0)
+    scenario, best_rate = Scenario(AS_TIMED, facts, 300.0), 0.0
     for seed in SEEDS:
         outcome = run(scenario, new_directory(), seed=seed)
         hold_promises(outcome, overrun=1.0)
-        card = scenario.usable_bytes
-        _, best_rate = true_optimum(outcome.machine, outcome.asked.space, held=None, limit_bytes=card)
+        best_rate = best_rate or best_rate_of(scenario, outcome)
         assert outcome.machine.true_rate(outcome.config) > 0.95 * best_rate
         assert outcome.recommendation.best.confirmed_rounds >= 3
 
 
 def test_two_minutes_are_enough_for_a_step_that_only_starts_kernels(new_directory: NewDirectory) -> None:
     """On a noisy machine, with the seconds that its trials take on an H200; and the free batch is found as well."""
-    scenario, near = SMALL_IN_TWO_MINUTES, 0
-    for seed in range(20):
+    scenario, near, best_rate = SMALL_IN_TWO_MINUTES, 0, 0.0
+    for seed in range(12):
         outcome = run(scenario, new_directory(), seed=seed, started_seconds=13.0)
         hold_promises(outcome)
-        held = scenario.facts.global_batch_size
-        _, best_rate = true_optimum(outcome.machine, outcome.asked.space, held=held, limit_bytes=scenario.usable_bytes)
+        best_rate = best_rate or best_rate_of(scenario, outcome)
         near += outcome.machine.true_rate(outcome.config) > 0.95 * best_rate
         free = outcome.recommendation.free_batch
         assert free is not None
         assert outcome.machine.true_rate(free.config) > outcome.machine.true_rate(outcome.config)
         assert outcome.config["optimizer_impl"] == "fused"
-    assert near >= 18
+    assert near >= 11
 
 
 def test_five_minutes_are_enough_for_convolutions_that_a_slow_host_hides(new_directory: NewDirectory) -> None:
