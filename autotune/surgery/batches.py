@@ -92,11 +92,17 @@ def independent(batch: Any) -> Any:
         # Held until the copy is made: where a mapping makes them as they are asked for, others would get their ids.
         found = list(tensors(batch))
         copies = {id(view): _cut_out(view) for view in found if _is_small_view(view)}
-        # Copied deeply, a ragged tensor has offsets of its own, and torch refuses its backward pass (2.13).
-        copies |= {id(tensor): tensor.detach().clone() for tensor in found if tensor.is_nested}
+        # Copied deeply, a ragged tensor has offsets of its own, and torch refuses its backward pass (2.13); and what comes
+        # out of a model, in the data set, cannot be copied so.
+        copies |= {id(tensor): _cut_off(tensor) for tensor in found if tensor.is_nested or not tensor.is_leaf}
         return copy.deepcopy(batch, copies)
     except Exception:  # whatever an object of the user's raises that cannot be copied: its tensors can
-        return map_tensors(batch, torch.clone)
+        return map_tensors(batch, _cut_off)
+
+
+def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without what it was computed from, which a second backward pass could not go through again."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _is_small_view(tensor: torch.Tensor) -> bool:

@@ -325,3 +325,10 @@ def test_a_copy_of_a_ragged_tensor_can_be_trained_on() -> None:
     layer = torch.nn.Linear(2, 1)
     layer(copied).values().sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[4.0, 4.0]]
+
+
+def test_a_copy_of_what_a_model_gave_is_cut_off_from_it() -> None:
+    given = torch.nn.Linear(2, 1)(torch.ones(1, 2))
+    copied = independent({"features": given, "other": object()})["features"]
+    assert copied.is_leaf and copied.requires_grad and copied.equal(given)
+    assert independent([given, (number for number in range(3))])[0].is_leaf  # what else cannot be copied
