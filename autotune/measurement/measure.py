@@ -20,7 +20,7 @@ from autotune.measurement.shared_files import refuse_shared_positions
 from autotune.measurement.spent import Stopwatch, process_age_seconds
 from autotune.records import Blocks, Measurement, Phase, TrialRequest
 from autotune.stats import is_precise, out_of_the_race, rate, warmed_up
-from autotune.surgery.batches import byte_count, to_device, versions
+from autotune.surgery.batches import byte_count, tensors, to_device, versions
 from autotune.surgery.generators import seed_everything
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window, fresh, samples_in
@@ -286,6 +286,8 @@ class _Resident:
             if collected and samples_in(window) < full:
                 continue  # the short end of a pass: the rate is that of full steps
             resident = [MicroBatch(item.samples, to_device(item.data, self.device)) for item in window]
+            if not all(tensor.is_leaf for item in resident for tensor in tensors(item.data)):
+                resident = fresh(resident)  # a backward pass goes once through what a sample was computed from
             collected.append(resident)
             taken += _device_bytes(resident)
             if len(collected) == RESIDENT_WINDOWS or taken > RESIDENT_BYTES:

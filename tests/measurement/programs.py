@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS
@@ -24,6 +24,19 @@ BATCH_SIZE = 8
 def regression_data(samples: int = 64, batch_size: int = BATCH_SIZE, width: int = WIDTH) -> DataLoader[Any]:
     x = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, x[:, :1]), batch_size=batch_size)
+
+
+class Features(Dataset[Any]):
+    """What another model gives, with all that it was computed from."""
+
+    def __init__(self) -> None:
+        self.extractor = nn.Linear(WIDTH, WIDTH)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return self.extractor(torch.full((WIDTH,), index / 64)).tanh(), torch.ones(1)
 
 
 def mse(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
@@ -17,6 +17,7 @@ from autotune.records import Phase, WorkloadFacts
 from autotune.workload import UserFunctions
 from tests.measurement.programs import (
     WIDTH,
+    Features,
     holds,
     mse,
     no_phase,
@@ -152,19 +153,6 @@ def test_gradients_that_are_turned_off_are_told() -> None:
 
     with torch.enable_grad(), pytest.raises(WorkloadError, match=r"^gradients are turned off for good"):
         facts_of(program(data_fn=data_without_gradients))
-
-
-class Features(Dataset[Any]):
-    """What another model gives, with all that it was computed from."""
-
-    def __init__(self) -> None:
-        self.extractor = nn.Linear(WIDTH, WIDTH)
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        return self.extractor(torch.full((WIDTH,), index / 64)).tanh(), torch.ones(1)
 
 
 def test_samples_with_a_graph_of_their_own_are_trained_on_as_often_as_need_be() -> None:

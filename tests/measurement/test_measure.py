@@ -16,6 +16,7 @@ from autotune.records import Measurement, Phase
 from autotune.workload import UserFunctions
 from tests.measurement.programs import (
     WIDTH,
+    Features,
     agrees,
     held_bytes,
     holds,
@@ -265,6 +266,11 @@ def test_resident_steps_are_given_their_batches_as_they_were() -> None:
         return nn.functional.mse_loss(model(x), y)
 
     assert measured(program(loss_fn=in_place), measure_resident=True, maximum_blocks=3).resident_blocks is not None
+
+
+def test_resident_batches_with_a_graph_of_their_own_are_trained_on_many_times() -> None:
+    functions = program(data_fn=lambda: DataLoader(Features(), batch_size=8))
+    assert measured(functions, measure_resident=True, maximum_blocks=3).resident_blocks is not None
 
 
 def test_a_schedule_that_ends_before_the_trial_does_not_end_it() -> None:
