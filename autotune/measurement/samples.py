@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless
 from autotune.measurement.measure import PhaseReport
 from autotune.measurement.shared_files import stands_within_a_file
-from autotune.surgery.batches import independent, tensors
+from autotune.surgery.batches import READ_ONCE, independent, kept, tensors
 from autotune.surgery.generators import random_state, seed_everything
 from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt, signature
 from autotune.training.training import Training
@@ -184,7 +183,7 @@ def _as_drawn(samples: Any) -> Any:
 
 
 def _replayable(sample: Any) -> Any:
-    if isinstance(sample, (GeneratorType, map, filter, zip)):
+    if isinstance(sample, READ_ONCE):
         return _Replayed(sample, [])
     if type(sample) is tuple:
         return tuple(map(_replayable, sample))
@@ -204,7 +203,7 @@ def _in_batches(window: Window, size: int) -> Window:
 def _collated(windows: list[Window], collate: Any) -> list[Window]:
     """With the user's collate function, from the same random numbers at each call of this."""
     seed_everything(1)
-    return [[MicroBatch(item.samples, collate(independent(item.data))) for item in window] for window in windows]
+    return [[MicroBatch(item.samples, kept(collate(independent(item.data)))) for item in window] for window in windows]
 
 
 def _collated_both(split: list[Window], whole: list[Window], collate: Any) -> Drawn:

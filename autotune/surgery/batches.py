@@ -5,10 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+READ_ONCE = (GeneratorType, map, filter, zip)
+
+
+def kept(batch: Any) -> Any:
+    """A batch that can be read only once, such as `map(torch.stack, zip(*samples))`, as a tuple of what it gives."""
+    return tuple(batch) if isinstance(batch, READ_ONCE) else batch
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +58,13 @@ class CountingCollate:
         self.collate = collate
         self.batched = batched
         self.sizes = sizes
+        self.was_sent = False
 
     def __call__(self, drawn: Any) -> Counted:
         data = self.collate(drawn)
+        if not self.was_sent and get_worker_info() is not None:
+            self.was_sent = True
+            _check_is_sent(data)
         if not self.batched:
             return Counted(leading_size(data), data)
         return Counted(self._drawn_samples(drawn, data), data)
@@ -76,6 +81,28 @@ class CountingCollate:
             if len(lengths) == 1 and lengths <= self.sizes:
                 return lengths.pop()
         return len(drawn)
+
+
+def _check_is_sent(data: Any) -> None:
+    """A worker that cannot send its batches says so on its standard error alone, and is waited for without end."""
+    try:
+        _Sender(io.BytesIO()).dump(data)
+    except Exception as error:  # whatever pickling raises for objects of the user's
+        raise TypeError(
+            f"a batch cannot be sent from a loader worker ({type(error).__name__}: {error}); leave out of it what cannot be "
+            "pickled, or use num_workers=0"
+        ) from None
+
+
+class _Sender(ForkingPickler):
+    """As between processes, but for the tensors, which go another way."""
+
+    def persistent_id(self, item: Any) -> str | None:
+        if not isinstance(item, torch.Tensor):
+            return None
+        if not item.is_leaf:
+            raise ValueError("a tensor is not detached from what it was computed from")
+        return ""
 
 
 def _length(column: Any) -> int:

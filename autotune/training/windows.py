@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune.surgery.batches import independent, leading_size
+from autotune.surgery.batches import independent, kept, leading_size
 from autotune.surgery.loaders import Counted, batch_fixed_reason, counted, dataset_length, rebuilt
 
 
@@ -47,9 +47,9 @@ class WindowLoader:
         window: Window = []
         for item in self.loader:
             if isinstance(item, Counted):
-                window.append(MicroBatch(item.samples, item.data))
+                window.append(MicroBatch(item.samples, kept(item.data)))
             else:  # a subclass that makes its batches itself
-                window.append(MicroBatch(leading_size(item), item))
+                window.append(MicroBatch(leading_size(item), kept(item)))
             if len(window) == self.micro_batches_per_step:
                 yield window
                 window = []

@@ -437,3 +437,16 @@ def test_a_data_set_that_takes_whole_lists_of_indices_is_counted_by_what_it_give
 
     loader = DataLoader(AtOnce(torch.arange(5)), batch_size=2, collate_fn=lambda batch: batch)
     assert [batch.samples for batch in counted(loader)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("what", [lambda: 1, torch.ones(1, requires_grad=True) * 2], ids=["a function", "a graph"])
+def test_a_batch_that_a_worker_cannot_send_is_told_instead_of_waited_for(what: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return {"x": torch.stack([sample for (sample,) in samples]), "what": what}
+
+    loader = DataLoader(numbers(), batch_size=2, collate_fn=collate, num_workers=1)
+    with pytest.raises(
+        TypeError, match=r"a batch cannot be sent from a loader worker \(.*(pickle|detached).*; leave out"
+    ):
+        next(iter(counted(loader)))
+    assert len(list(counted(DataLoader(numbers(), batch_size=2, collate_fn=collate)))) == 5

@@ -148,6 +148,18 @@ def _numbers(data: Any) -> list[int]:
     return found
 
 
+def test_a_batch_that_can_be_read_once_can_be_read_again() -> None:
+    data = TensorDataset(torch.arange(4), torch.arange(4) + 10)
+    loader = DataLoader(data, batch_size=2, collate_fn=lambda samples: map(torch.stack, zip(*samples, strict=True)))
+    windows = list(WindowLoader(counted(loader), 1))
+    for _ in range(2):
+        assert [[part.tolist() for part in item.data] for (item,) in windows] == [
+            [[0, 1], [10, 11]],
+            [[2, 3], [12, 13]],
+        ]
+    assert [item.samples for (item,) in windows] == [2, 2]
+
+
 def test_a_subclass_with_a_way_of_its_own_is_counted_by_what_it_gives() -> None:
     windows = WindowLoader(counted(Pairs(NUMBERS, batch_size=8)), 1)
     assert [micro_batch.samples for window in windows for micro_batch in window] == [8, 8, 4]
