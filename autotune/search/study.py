@@ -1,7 +1,7 @@
 """`Study`: every trial of a search in one Optuna study on disk, and the sampler that proposes further ones.
 
-The study on disk is told finished trials through `enqueue_trial`, `ask` and `tell`, so that `optuna.load_study` and
-`optuna-dashboard` show what ran and nothing else. Proposals are drawn from a second study, in memory, that holds the
+The study on disk is told of trials through `add_trial` and `tell`, so that `optuna.load_study` and `optuna-dashboard` show
+what ran and nothing else. Proposals are drawn from a second study, in memory, that holds the
 same trials over the knobs that vary: a proposal that is refused teaches the sampler there, and leaves no trial behind.
 """
 
@@ -238,16 +238,22 @@ class Study:
     def begin(self, config: TrainingConfig) -> int:
         """Notes that a configuration is about to run, and gives the trial's number.
 
-        Written at once: should the process be killed, the next `open` finds the configuration in `interrupted`.
+        Written at once, in one transaction: should the process be killed, the next `open` finds the configuration in
+        `interrupted`.
         """
-        self._study.enqueue_trial(dict(config), user_attrs={"config_key": config.key}, skip_if_exists=False)
-        asked = self._study.ask(_distributions(self._space, config))
-        while asked.user_attrs.get("config_key") != config.key:
-            # An interrupt between the two lines above left an older one in the queue; it is not run.
-            self._study.tell(asked, state=TrialState.FAIL)
-            asked = self._study.ask(_distributions(self._space, config))
-        self._running[asked.number] = asked
-        return asked.number
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState.RUNNING,
+                params=dict(config),
+                distributions=_distributions(self._space, config),
+                user_attrs={"config_key": config.key},
+            )
+        )
+        number = self._study.get_trials(deepcopy=False)[-1].number
+        study_id = self._storage.get_study_id_from_name(self.name)
+        trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+        self._running[number] = optuna.Trial(self._study, trial_id)
+        return number
 
     @_writes
     @interrupts_held()
@@ -256,14 +262,14 @@ class Study:
 
         Out of memory and wrong numerics are told as a violated constraint and PRUNED, other failures as FAIL.
         """
-        asked = self._running.pop(trial.number)
-        asked.set_user_attr("stage", trial.stage)
-        asked.set_user_attr("machine_identity", trial.machine_identity)
+        running = self._running.pop(trial.number)
+        running.set_user_attr("stage", trial.stage)
+        running.set_user_attr("machine_identity", trial.machine_identity)
         constraint = _violated_constraint(trial)
         if constraint is not None:
-            asked.set_constraint(constraint, 1.0)
+            running.set_constraint(constraint, 1.0)
         # The record last: where a killed search left it, all that is missing is to tell.
-        asked.set_user_attr("record", trial.model_dump())
+        running.set_user_attr("record", trial.model_dump())
         self._tell(trial)
         self._trials[trial.number] = trial
         self._proposals.learn([trial])
@@ -322,9 +328,7 @@ class Study:
             self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _end_unfinished(self) -> None:
-        """Ends what an interrupted or killed search left waiting or running; where the record is there, as it says."""
-        while self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._study.ask()
+        """Ends what an interrupted or killed search left running; where the record is there, as it says."""
         for frozen in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if "record" in frozen.user_attrs:
                 self._tell(_parse_trial(frozen.user_attrs["record"], self._directory))
@@ -334,7 +338,7 @@ class Study:
     def _without_answer(self) -> list[TrainingConfig]:
         measured = {trial.config for trial in self._trials.values()}
         ended = self._study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        begun = [TrainingConfig(one.system_attrs["fixed_params"]) for one in ended if "record" not in one.user_attrs]
+        begun = [TrainingConfig(one.params) for one in ended if "record" not in one.user_attrs and one.params]
         return [config for config in dict.fromkeys(begun) if config not in measured]
 
 
@@ -498,7 +502,7 @@ def _create_or_load(storage: optuna.storages.RDBStorage, name: str) -> optuna.St
             study_name=name,
             direction="maximize",
             load_if_exists=True,
-            # Every trial is enqueued, so nothing is ever sampled here.
+            # Every trial is added with its values, so nothing is ever sampled here.
             sampler=optuna.samplers.RandomSampler(),
         )
 

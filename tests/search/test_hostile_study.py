@@ -35,13 +35,15 @@ class Bomb:
 
 @pytest.fixture(scope="module")
 def untouched(empty_simulated_study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two trials, one of which failed, and one probe."""
+    """Three trials, of which one failed and one did not fit, and one probe."""
     directory = tmp_path_factory.mktemp("untouched")
     shutil.copy(empty_simulated_study, directory / "study.db")
-    failing = Program(sample_seconds=0.01, faults=(Fault("measure", {"precision": "bf16"}, "crash"),))
+    crash, no_room = ({"precision": "bf16"}, "crash"), ({"optimizer_impl": "fused"}, "host_oom")
+    failing = Program(sample_seconds=0.01, faults=tuple(Fault("measure", *how) for how in (crash, no_room)))
     search = SimulatedSearch(failing, cpu_facts(), directory)
     with search.begun() as session:
-        session.measure(search.space.baseline.replace({"precision": "bf16"}), "compute")
+        for changes, _ in (crash, no_room):
+            session.measure(search.space.baseline.replace(changes), "compute")
         session.probe("soak", search.space.baseline)
     return directory
 
@@ -62,7 +64,7 @@ def test_what_a_trial_said_does_not_steer_the_terminal(directory: Path) -> None:
     with sqlite3.connect(directory / "study.db") as connection:
         found = connection.execute("SELECT value_json FROM trial_user_attributes WHERE key = 'record'").fetchall()
     connection.close()
-    (failed,) = [json.loads(row[0]) for row in found if json.loads(row[0])["failure"]]
+    (failed,) = [json.loads(row[0]) for row in found if "crash" in row[0]]
     failed["failure"].update(message=STEERING, detail=f'  File "x{STEERING}"\n\tline', output_path=f"/tmp/{STEERING}")
     tamper(
         directory, "UPDATE trial_user_attributes SET value_json = ? WHERE key = 'record' AND value_json LIKE '%crash%'",

@@ -238,8 +238,8 @@ study = opened(Path(sys.argv[1]))
 base = quick_space().baseline
 recorded(study, trial(base, rate=100.0))
 where = sys.argv[2]
-if where == "enqueued":
-    module.optuna.Study.ask = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if where == "added":
+    module.optuna.Trial = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 number = study.begin(base.replace({"num_workers": 0}))
 if where == "recorded":
     study._tell = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -248,7 +248,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("where", ["enqueued", "running", "recorded"])
+@pytest.mark.parametrize("where", ["added", "running", "recorded"])
 def test_a_killed_search_goes_on_where_it_was(directory: Path, where: str) -> None:
     command = [sys.executable, "-c", KILLED_SEARCH, str(directory), where]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
@@ -266,14 +266,6 @@ def test_a_killed_search_goes_on_where_it_was(directory: Path, where: str) -> No
             assert recorded(study, trial(running, rate=90.0)).number == 2
     with opened(directory) as study:
         assert study.interrupted == []
-
-
-def test_an_interrupt_before_optuna_was_asked_mixes_nothing_up(directory: Path) -> None:
-    base = quick_space().baseline
-    with opened(directory) as study:
-        study._study.enqueue_trial(dict(base), user_attrs={"config_key": base.key})
-        kept = recorded(study, trial(base.replace({"num_workers": 0}), rate=100.0))
-        assert as_optuna_sees_it(study, directory).trials[kept.number].params["num_workers"] == 0
 
 
 # --- directories that cannot be used ----------------------------------------------------------------------------------
