@@ -20,6 +20,7 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -50,8 +51,8 @@ KEPT_FOR_THE_END = "resnet50"
 BUDGET_SECONDS = 600.0
 """What a search is told that it has: the default of `autotune search`."""
 WORKLOAD = "000000000000"
-MOST_GAPS = 40
-"""In a table that holds a fifth of its space, one random draw in ten thousand meets so many one after the other."""
+MOST_GAPS = 4
+"""Proposals that the table cannot answer, before one is taken at random of what it can."""
 
 
 # --- one search -------------------------------------------------------------------------------------------------------
@@ -85,17 +86,28 @@ class EvaluationBudget(Budget):
 
 class TableStudy(Study):
     """A study whose sampler draws again where the table has a gap, before a search has to refuse the point: a search ends
-    when too much is refused, and gaps of a table are no fault of the sampler's. It is told of those that it insists on."""
+    when too much is refused, and gaps of a table are no fault of the sampler's. It is told of those that it insists on.
+    Where it comes upon gaps alone, a point of the table is taken at random, as the study itself does of the space."""
+
+    def __init__(self, **what: Any) -> None:
+        super().__init__(**what)
+        self._random = random.Random(what["seed"])
+        self._taken: set[TrainingConfig] = set()
 
     def propose(self) -> TrainingConfig:
-        """A point of the table, where the sampler comes upon one in so many draws."""
+        """A point of the table."""
         before, config = None, super().propose()
         for _ in range(MOST_GAPS):
             if self._space.conflict(config) is None:
-                break
+                return config
             if config == before:
                 self.reject(NOT_RECORDED)
             before, config = config, super().propose()
+        assert isinstance(self._space, TableSpace)
+        left = [one for one in self._space.points - self._taken if not self.knows(one)]
+        if left:
+            config = self._random.choice(sorted(left, key=lambda one: one.key))
+            self._taken.add(config)
         return config
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from autotune.config import TrainingConfig
 from autotune.search.explore import explore
+from tests.knobs.search_facts import cuda_facts
 from tests.search.promises import no_point_is_measured_twice, what_did_not_fit_is_left_alone
 from tests.search.simulated_machine import Program
 from tests.search.simulated_programs import GIB, LANGUAGE_MODEL, SCENARIOS
@@ -17,6 +18,7 @@ from tests.search.simulated_search import Outcome, SimulatedSearch
 
 NewDirectory = Callable[[], Path]
 LANGUAGE_FACTS = SCENARIOS["language model"].facts
+FREE_FACTS = cuda_facts(batch_held=False, batch_size=32, dataset_length=100_000, largest_batch_size=2048)
 CPU, SMALL_CARD = SCENARIOS["tables on a CPU"], SCENARIOS["language model in 16 GiB"]
 
 
@@ -121,6 +123,23 @@ def test_a_value_that_lost_clearly_is_not_combined_further(new_directory: NewDir
     later = search.machine.asked("measure")[2:]
     assert later
     assert all(config["precision"] != "as_is" for config in later)
+
+
+def test_what_lost_at_a_small_batch_may_be_drawn_at_a_large_one(new_directory: NewDirectory) -> None:
+    """In bf16 the kernels of this program take three times as long to start, and half as long to run."""
+    program = Program(
+        sample_seconds=1e-4, launch_seconds=0.01,
+        sample_speedups={("precision", "bf16"): 2.0}, launch_speedups={("precision", "bf16"): 0.3},
+    )  # fmt: skip
+    names = ("precision", "batch_size")
+    search = SimulatedSearch(program, FREE_FACTS, new_directory(), only=names, budget_seconds=900.0)
+    with search.begun() as session:
+        own = search.space.baseline
+        session.measure(own.replace({"precision": "bf16"}), "compute", incumbent=session.baseline_trial())
+        explore(session)
+    drawn = [search.space.micro_batch(one) for one in search.machine.asked("measure")[2:] if one["precision"] == "bf16"]
+    assert drawn
+    assert min(drawn) >= 2 * search.space.micro_batch(own)
 
 
 def test_an_update_that_takes_next_to_nothing_is_not_done_otherwise(new_directory: NewDirectory) -> None:
