@@ -136,8 +136,8 @@ def _computes_faster_for_nothing(session: Session, config: TrainingConfig) -> bo
 def _lost_clearly(session: Session, config: TrainingConfig) -> str:
     """A value of it that was seen to lose clearly: beside another value of the same knob, all others alike.
 
-    What loses by so much alone is not what wins in company: what pays only together costs little alone. What is slow at a
-    small batch may be fast at a large one, so only what lost at one about as large or larger counts.
+    What loses by so much alone is not what wins in company: what pays only together costs little alone. What takes long to
+    start may be fast at a larger batch, so where the device waited the loss counts up to that batch only.
     """
     if session.settings.objective == "memory":
         return ""
@@ -146,7 +146,7 @@ def _lost_clearly(session: Session, config: TrainingConfig) -> str:
         (name, value)
         for slower, name, value, faster in _siblings(session)
         if session.compute_score(slower) < OUT_OF_THE_RACE * session.compute_score(faster)
-        and micro_batch(config) < 2 * micro_batch(slower.config)
+        and not (device_waits(session, slower) and micro_batch(config) >= 2 * micro_batch(slower.config))
     }
     return ", ".join(f"{name}={value}" for name, value in sorted(pairs, key=str) if config[name] == value)
 

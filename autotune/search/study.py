@@ -427,8 +427,9 @@ class _Proposals:
         # As `ask` does it, but leaving no trial behind for each draw: a draw takes the longer the more there are.
         sampler, study, trial = self._sampler, self._study, self._study.get_trials(deepcopy=False)[number]
         drawn = sampler.sample_relative(study, trial, self._distributions)
-        for name in self._distributions.keys() - drawn.keys():
-            drawn[name] = sampler.sample_independent(study, trial, name, self._distributions[name])
+        for name, distribution in self._distributions.items():
+            if name not in drawn:
+                drawn[name] = sampler.sample_independent(study, trial, name, distribution)
         return self._space.start.replace({name: self._choice(name, drawn[name]) for name in self._distributions})
 
     def _at_random(self) -> TrainingConfig:
