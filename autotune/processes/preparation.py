@@ -53,17 +53,18 @@ def import_user_module(hello: Hello) -> tuple[UserFunctions, int]:
 def _import_what_trials_need(hello: Hello) -> None:
     import torch._dynamo  # noqa: F401  # making any optimizer imports it, which takes a second: better here than in a trial
 
-    if hello.warm_compiler:
-        _import_compiler()
     child.load_entry(hello.entry)
 
 
-def _import_compiler() -> None:
-    # importing inductor starts a pool of compiling processes, unless told not to: ours would be of no use to a trial
+def import_compiler() -> None:
+    """Imports inductor, for the forks that come after: 1 to 3 s."""
+    # it starts a pool of compiling processes, unless told not to: ours would be of no use to a trial
     before = os.environ.get("TORCH_WARM_POOL")
     os.environ["TORCH_WARM_POOL"] = "0"
-    import torch._inductor.compile_fx  # noqa: F401
-
+    # What cannot be imported fails where it is needed. Of warnings the user's module may have made errors.
+    with warnings.catch_warnings(), suppress(Exception):
+        warnings.simplefilter("ignore")
+        import torch._inductor.compile_fx  # noqa: F401
     if before is None:
         del os.environ["TORCH_WARM_POOL"]
     else:

@@ -22,7 +22,13 @@ from autotune.knobs.registry import slow_to_start
 from autotune.processes import child, sockets
 from autotune.processes.failures import import_failure
 from autotune.processes.output import shorten
-from autotune.processes.preparation import fork, fork_problem, import_user_module, prepare_for_compiling
+from autotune.processes.preparation import (
+    fork,
+    fork_problem,
+    import_compiler,
+    import_user_module,
+    prepare_for_compiling,
+)
 from autotune.processes.process_tree import (
     ProcessId,
     descendants,
@@ -84,7 +90,7 @@ class Server:
         self._thread_count = 1
         self._kept: frozenset[ProcessId] = frozenset()
         self._trial: _RunningTrial | None = None
-        self._compiler_prepared = False
+        self._compiler_imported = self._compiler_prepared = False
         """Forks find what the compiler has to find out once."""
 
     def run(self) -> None:
@@ -181,6 +187,10 @@ class Server:
 
     def _start(self, message: StartTrial, hello: Hello) -> None:
         assert self._trial is None, "one trial at a time"
+        # No measurement may run beside the import; what is only looked at may, and a search begins with that.
+        beside = message.request.kind == "facts"
+        if not beside:
+            self._import_compiler(hello)
         self._prepare_compiler(message.request, hello)
         order = TrialOrder(
             message.request,
@@ -199,6 +209,14 @@ class Server:
             self._become_trial(order, report_write, server)
         os.close(report_write)
         self._trial = _RunningTrial(pid, report_read, order.output_path, order.sockets_path)
+        if beside:
+            self._import_compiler(hello)
+
+    def _import_compiler(self, hello: Hello) -> None:
+        """Once, where trials are forked: even a program that compiles nothing may be tried compiled."""
+        if not self._compiler_imported and hello.start_method == "fork" and hello.warm_compiler:
+            import_compiler()
+            self._compiler_imported = True
 
     def _prepare_compiler(self, request: TrialRequest, hello: Hello) -> None:
         """Before the first trial that compiles, where it is forked."""
