@@ -100,7 +100,7 @@ def test_ctrl_c_in_the_main_thread_gives_the_best_so_far(tmp_path: Path) -> None
 
 
 def test_a_search_in_a_thread_is_stopped_by_its_callback_which_loses_nothing(tmp_path: Path) -> None:
-    lines = stopped_after("told 0", IN_A_THREAD, tmp_path)
+    lines = stopped_after("told 1", IN_A_THREAD, tmp_path)
     assert "the main thread was interrupted" in lines
     assert lines[-1] == "stopped by the user ValueError('with a cause') None"
     told = [int(line.split()[1]) for line in lines if line.startswith("told")]
