@@ -171,7 +171,10 @@ def _with_its_kernels_started(session: Session, trial: Trial, incumbent: Trial) 
     if session.compute_score(trial) < HIDDEN * session.compute_score(incumbent):
         return None
     for candidate in _cures(session, trial, against_the_cause_alone=True):
-        if not session.affords(candidate):
+        cure = candidate.changes_from(trial.config).items()
+        was_tried = any(other.config.items() >= cure for other in session.trials)
+        # What the incumbent does without was no better, and each time is another compilation.
+        if session.measured(candidate) is None and (was_tried or not session.affords(candidate)):
             continue
         cured = session.measure(candidate, "compute", incumbent=incumbent)
         if _better(session, cured, incumbent):

@@ -216,8 +216,14 @@ def test_what_gains_nothing_for_another_reason_is_not(changed: dict[str, Any], n
 
 def test_what_its_cure_does_not_make_better_changes_nothing(new_directory: NewDirectory) -> None:
     program = replace(RESNET, faults=(Fault("measure", {"compile_mode": "reduce-overhead"}, "cuda_error"),))
+    program = replace(
+        program, sample_speedups={**program.sample_speedups, ("cudnn_benchmark", "on"): 1.8},
+        launch_speedups={**program.launch_speedups, ("cudnn_benchmark", "on"): 0.8},
+    )  # fmt: skip
     _, leader, tried = descended(program, new_directory(), facts=RESNET_IN_FIVE_MINUTES.facts)
     assert any(changes.items() >= HIDDEN.items() for changes in tried)
+    hidden_too = [changes.get("compile_mode") for changes in tried if changes.get("cudnn_benchmark") == "on"]
+    assert hidden_too == [None], "it is not compiled as well"
     assert "memory_format" not in leader and leader["precision"] == "bf16"
 
 
