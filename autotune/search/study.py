@@ -244,17 +244,15 @@ class Study:
         Written at once, in one transaction: should the process be killed, the next `open` finds the configuration in
         `interrupted`.
         """
-        self._study.add_trial(
-            optuna.trial.create_trial(
-                state=TrialState.RUNNING,
-                params=dict(config),
-                distributions=_distributions(self._space, config),
-                user_attrs={"config_key": config.key},
-            )
+        begun = optuna.trial.create_trial(
+            state=TrialState.RUNNING,
+            params=dict(config),
+            distributions=_distributions(self._space, config),
+            user_attrs={"config_key": config.key},
         )
-        number = self._study.get_trials(deepcopy=False)[-1].number
-        study_id = self._storage.get_study_id_from_name(self.name)
-        trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+        # As `add_trial` does it, but telling which trial it made: whoever has the study open may add others.
+        trial_id = self._storage.create_new_trial(self._storage.get_study_id_from_name(self.name), template_trial=begun)
+        number = self._storage.get_trial_number_from_id(trial_id)
         self._running[number] = optuna.Trial(self._study, trial_id)
         return number
 
@@ -331,7 +329,12 @@ class Study:
             self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _end_unfinished(self) -> None:
-        """Ends what an interrupted or killed search left running; where the record is there, as it says."""
+        """Ends what an interrupted or killed search left running; where the record is there, as it says.
+
+        What waits was left by a version that noted each trial in several steps, or put there by others.
+        """
+        while self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            self._study.ask()
         for frozen in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if "record" in frozen.user_attrs:
                 self._tell(_parse_trial(frozen.user_attrs["record"], self._directory))
@@ -341,7 +344,13 @@ class Study:
     def _without_answer(self) -> list[TrainingConfig]:
         measured = {trial.config for trial in self._trials.values()}
         ended = self._study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        begun = [TrainingConfig(one.params) for one in ended if "record" not in one.user_attrs and one.params]
+        begun = [
+            config
+            for one in ended
+            # Of others' trials, and of what was noted in part, there is no such key, or it is another one.
+            if one.user_attrs.get("config_key") == (config := TrainingConfig(one.params)).key
+            and "record" not in one.user_attrs
+        ]
         return [config for config in dict.fromkeys(begun) if config not in measured]
 
 

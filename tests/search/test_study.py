@@ -268,6 +268,44 @@ def test_a_killed_search_goes_on_where_it_was(directory: Path, where: str) -> No
         assert study.interrupted == []
 
 
+def test_what_others_or_an_earlier_version_left_half_noted_is_ended_and_not_run(directory: Path) -> None:
+    """That version noted what begins in a dozen transactions: as waiting, as running, then one knob after the other."""
+    config = quick_space().baseline.replace({"num_workers": 0})
+    with opened(directory) as study:
+        file = as_optuna_sees_it(study, directory)
+        file.ask({"lr": optuna.distributions.FloatDistribution(0.0, 1.0)})
+        for knobs in (["batch_size", "precision"], [], None):
+            file.enqueue_trial(dict(config), user_attrs={"config_key": config.key})
+            asked = file.ask() if knobs is not None else None
+            for name in knobs or []:
+                assert asked is not None
+                asked.suggest_categorical(name, (config[name],))
+    with opened(directory) as study:
+        assert study.interrupted == []
+        assert [one.state for one in as_optuna_sees_it(study, directory).trials] == [TrialState.FAIL] * 4
+
+
+def test_a_trial_that_somebody_else_adds_meanwhile_is_not_taken_for_ours(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quick_space().baseline
+    with opened(directory) as study:
+        file = as_optuna_sees_it(study, directory)
+        create = optuna.storages.RDBStorage._create_new_trial
+
+        def and_another(self: optuna.storages.RDBStorage, *arguments: Any, **options: Any) -> Any:
+            made = create(self, *arguments, **options)
+            create(self, file._study_id)
+            return made
+
+        with monkeypatch.context() as patched:
+            patched.setattr(optuna.storages.RDBStorage, "_create_new_trial", and_another)
+            number = study.begin(config)
+        study.finish(trial(config, number, rate=100.0))
+        assert [(one.number, one.config) for one in study.trials()] == [(0, config)]
+        assert file.trials[0].values == [100.0]
+
+
 # --- directories that cannot be used ----------------------------------------------------------------------------------
 
 
