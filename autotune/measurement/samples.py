@@ -222,7 +222,7 @@ def _collated_both(split: list[Window], whole: list[Window], collate: Any) -> Dr
     if draws and samples_in(split[0]) == samples_in(whole[0]):
         alike = [[_collated([[item]], collate)[0][0] for item in window] for window in split]
         try:
-            return Drawn(alike, [[_joined(window)] for window in alike], collate_keeps_count=keeps_count)
+            return Drawn(alike, [[_joined(window)] for window in alike])  # a count is the same in both, too
         except _NotJoinedError:  # padded to the longest of each, for instance
             pass
     return Drawn(windows, in_one_piece, collate_keeps_count=keeps_count)
@@ -270,7 +270,7 @@ def _joined_items(parts: list[Any], samples: list[int]) -> Any:
 
 
 def _fit(parts: list[torch.Tensor]) -> bool:
-    return all(part.shape[1:] == parts[0].shape[1:] for part in parts)
+    return not any(part.is_nested for part in parts) and all(part.shape[1:] == parts[0].shape[1:] for part in parts)
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -285,7 +285,10 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_nested or other.is_nested:
         pairs = itertools.zip_longest(one.unbind(), other.unbind())
         return all(a is not None and b is not None and _are_equal(a, b) for a, b in pairs)
-    if one.layout != torch.strided or one.shape != other.shape:
-        return repr(one) == repr(other)
+    if one.layout != other.layout or one.shape != other.shape:
+        return False
+    if one.layout != torch.strided:  # sparse, and too wide to be written out
+        one, other = one.to_sparse().coalesce(), other.to_sparse().coalesce()
+        return _are_equal(one.indices(), other.indices()) and _are_equal(one.values(), other.values())
     unlike = (one != other) & ((one == one) | (other == other))  # what is not a number counts as equal
     return not bool(unlike.any())

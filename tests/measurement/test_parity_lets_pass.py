@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -725,6 +726,34 @@ def test_a_collate_function_that_keeps_count_is_named() -> None:
     generator = random.Random(0)
     assert_rejected(parity(mixing(generator.random), **SPLIT), r"^the collate function gives .* \(gradients differ")
     assert parity(mixing(generator.random), batch_size=16).notes == ()
+
+
+def test_what_a_count_gives_both_sides_alike_is_not_named() -> None:
+    """Where a collate function draws from torch too, the larger batch is put together of the smaller ones."""
+    generator, own = torch.Generator().manual_seed(0), regression_data().dataset
+
+    def noisy(samples: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        return x + torch.rand(len(x), 1, generator=generator) + 0.1 * torch.rand_like(x), y
+
+    functions = program(data_fn=lambda: DataLoader(own, batch_size=8, collate_fn=noisy))
+    assert_passed(parity(functions, **SPLIT))
+    assert_rejected(parity(replace(functions, loss_fn=summed), **SPLIT), "^(?!the collate).*the loss is a sum")
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_ragged_batches_that_a_collate_function_draws_are_no_failure(layout: torch.layout) -> None:
+    def ragged(samples: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        torch.rand(1)
+        rows = torch.nested.nested_tensor(list(x.unsqueeze(1).unbind()), layout=layout)
+        return {"rows": rows, "x": x, "y": y}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.mse_loss(model(batch["x"]).float(), batch["y"])
+
+    own = regression_data().dataset
+    assert_passed(parity(program(data_fn=lambda: DataLoader(own, 8, collate_fn=ragged), loss_fn=loss), **SPLIT))
 
 
 class Parts(Dataset[Any]):
