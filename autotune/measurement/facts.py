@@ -20,6 +20,7 @@ from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
 from autotune.measurement.determinism import is_batch_norm
+from autotune.measurement.marks import after_each_forward
 from autotune.measurement.measure import PhaseReport
 from autotune.records import TrialRequest, WorkloadFacts
 from autotune.surgery.batches import byte_count, describe, to_device
@@ -305,7 +306,8 @@ def _timed_forward(training: Training, window: Window) -> tuple[float, float]:
 def _optimizer_options(training: Training, window: Window, forward_only: bool) -> tuple[tuple[str, ...], str | None]:
     """What the optimizer can be switched to, seen while the parameters have gradients: sparse ones forbid some."""
     if not forward_only:
-        _accumulate(training, window)
+        with after_each_forward(training, lambda: _refuse_gradients_of_the_loss(training)):
+            training.accumulate(fresh(window))
         _refuse_no_gradient(training.optimizer)
     options = variants(training.optimizer, training.parts.device), fixed_reason(training.optimizer)
     if not forward_only:
@@ -323,23 +325,16 @@ def _refuse_no_gradient(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _accumulate(training: Training, window: Window) -> None:
-    """Where the loss leaves gradients in the parameters, the step would add its own to them."""
-
-    def backward(loss: torch.Tensor) -> None:
-        optimized = {id(parameter) for group in training.optimizer.param_groups for parameter in group["params"]}
-        left = [name for name, p in training.model.named_parameters() if p.grad is not None and id(p) in optimized]
-        if left:
-            raise WorkloadError(
-                f"{left[0]} has a gradient as soon as the loss is computed, to which the step would add its own: loss_fn, "
-                "or the model's forward, calls .backward() itself; return the loss alone, and take gradients that it is "
-                "made of by torch.autograd.grad(...)"
-            )
-        training._backward(loss)
-
-    _, weight = training._summed(fresh(window), training.parts.compute_loss, backward)
-    if weight is not None:
-        training._divide_gradients(weight)
+def _refuse_gradients_of_the_loss(training: Training) -> None:
+    """Once a loss is computed: where that leaves gradients in the parameters, the step would add its own to them."""
+    optimized = {id(parameter) for group in training.optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, p in training.model.named_parameters() if p.grad is not None and id(p) in optimized]
+    if left:
+        raise WorkloadError(
+            f"{left[0]} has a gradient as soon as the loss is computed, to which the step would add its own: loss_fn, "
+            "or the model's forward, calls .backward() itself; return the loss alone, and take gradients that it is "
+            "made of by torch.autograd.grad(...)"
+        )
 
 
 def _check_second_model(functions: UserFunctions, training: Training) -> None:

@@ -124,7 +124,7 @@ def watched_step(training: Training, window: Window, meter: MemoryMeter) -> Step
         peaks.after_forward = max(peaks.after_forward, int(torch.cuda.memory_allocated(meter.device)))
 
     meter.reset_peak()
-    with _after_each_forward(training, note_forward):
+    with after_each_forward(training, note_forward):
         training.accumulate(window)
     torch.cuda.synchronize(meter.device)
     peaks.forward_backward = meter.peak_bytes()
@@ -136,7 +136,8 @@ def watched_step(training: Training, window: Window, meter: MemoryMeter) -> Step
 
 
 @contextmanager
-def _after_each_forward(training: Training, note: Callable[[], None]) -> Iterator[None]:
+def after_each_forward(training: Training, note: Callable[[], None]) -> Iterator[None]:
+    """Calls `note` between the loss of each micro-batch and its backward pass."""
     original = training.parts.compute_loss
 
     def watched(model: Any, batch: Any) -> Any:
