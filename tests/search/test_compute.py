@@ -214,6 +214,13 @@ def test_what_gains_nothing_for_another_reason_is_not(changed: dict[str, Any], n
     assert not any(changes.items() >= HIDDEN.items() for changes in tried[eager + 1 : eager + 2])
 
 
+def test_where_the_device_waits_anyway_nothing_is_hidden(new_directory: NewDirectory) -> None:
+    program = replace(SMALL_AS_TIMED, update_speedups={("optimizer_impl", "fused"): 1.0})
+    _, _, tried = descended(program, new_directory(), facts=SMALL_IN_TWO_MINUTES.facts)
+    assert tried[0] == {"optimizer_impl": "fused"}
+    assert tried[1] == {"compile_mode": "reduce-overhead", "compile_scope": "step"}
+
+
 def test_what_its_cure_does_not_make_better_changes_nothing(new_directory: NewDirectory) -> None:
     program = replace(RESNET, faults=(Fault("measure", {"compile_mode": "reduce-overhead"}, "cuda_error"),))
     program = replace(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from autotune.search.confirm import confirm, reserve_seconds
 from tests.search.confirmed_search import BF16, FACTS, FP16, PROGRAM, TF32, NewDirectory, best, confirmed, rounds_of
 from tests.search.simulated_machine import Fault
@@ -166,6 +168,13 @@ def test_the_reserve_grows_with_what_a_round_takes_and_leaves_most_of_the_budget
         session.measure(search.space.baseline.replace({**BF16, "compile_mode": "default"}), "compute")
         held = reserve_seconds(session)
         assert eager < held < reserve_seconds(session, frees_the_batch=True) <= 450.0
+        leader = session.best()
+        freer = session.measure(leader.config.replace({"batch_size": 2 * FACTS.global_batch_size}), "explore")
+        assert session.candidates(free=True)[0] == freer
+        assert reserve_seconds(session) == reserve_seconds(session, frees_the_batch=True)  # one is there, and leads
+        before = reserve_seconds(session)
+        session.parity_results.clear()  # it was checked when it came to lead
+        assert reserve_seconds(session) == pytest.approx(before + leader.seconds)
     short = SimulatedSearch(PROGRAM, FACTS, new_directory(), budget_seconds=30.0)
     with short.begun() as session:
         assert reserve_seconds(session) == 0.45 * 30.0

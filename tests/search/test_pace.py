@@ -36,3 +36,10 @@ def test_a_first_step_has_a_limit_of_its_own_and_a_quarter_of_the_budget(
         pace=pace_for(budget_seconds),
     )
     assert request.timeouts.compile_seconds == limit_seconds
+
+
+def test_a_shorter_budget_confirms_in_shorter_blocks_and_a_very_short_one_in_fewer_rounds_too() -> None:
+    ample, short, very_short = map(pace_for, (400.0, 399.0, 239.0))
+    assert ample.confirm_block_seconds > short.confirm_block_seconds == very_short.confirm_block_seconds
+    assert ample.rounds_of_a_plain_gain == short.rounds_of_a_plain_gain > very_short.rounds_of_a_plain_gain
+    assert ample.soak_seconds == short.soak_seconds > very_short.soak_seconds
