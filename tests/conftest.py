@@ -55,5 +55,7 @@ def _nothing_of_other_modules() -> None:
 def _same_numbers_in_any_order() -> None:
     """What a test draws at random does not depend on which tests ran before it in the same process."""
     random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

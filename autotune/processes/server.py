@@ -90,7 +90,8 @@ class Server:
         self._thread_count = 1
         self._kept: frozenset[ProcessId] = frozenset()
         self._trial: _RunningTrial | None = None
-        self._compiler_imported = self._compiler_prepared = False
+        self._compiler_imported = False
+        self._compiler_prepared = False
         """Forks find what the compiler has to find out once."""
 
     def run(self) -> None:
@@ -187,7 +188,8 @@ class Server:
 
     def _start(self, message: StartTrial, hello: Hello) -> None:
         assert self._trial is None, "one trial at a time"
-        # No measurement may run beside the import; what is only looked at may, and a search begins with that.
+        # No measurement may run beside the import. A look at the program may, and a search begins with one: the seconds of a
+        # step that it tells are for deadlines and forecasts, which may be too long.
         beside = message.request.kind == "facts"
         if not beside:
             self._import_compiler(hello)

@@ -137,7 +137,7 @@ def _lost_clearly(session: Session, config: TrainingConfig) -> str:
     """A value of it that was seen to lose clearly: beside another value of the same knob, all others alike.
 
     What loses by so much alone is not what wins in company: what pays only together costs little alone. What takes long to
-    start may be fast at a larger batch, so where the device waited the loss counts up to that batch only.
+    start may be fast at a larger batch, so where the device waited the loss says nothing of batches of twice the size.
     """
     if session.settings.objective == "memory":
         return ""
