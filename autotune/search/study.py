@@ -1,8 +1,8 @@
 """`Study`: every trial of a search in one Optuna study on disk, and the sampler that proposes further ones.
 
-The study on disk is told of trials through `add_trial` and `tell`, so that `optuna.load_study` and `optuna-dashboard` show
-what ran and nothing else. Proposals are drawn from a second study, in memory, that holds the
-same trials over the knobs that vary: a proposal that is refused teaches the sampler there, and leaves no trial behind.
+The study on disk is told of a trial when it begins and when it has ended, so that `optuna.load_study` and
+`optuna-dashboard` show what ran and nothing else. Proposals are drawn from a second study, in memory, that holds the same
+trials over the knobs that vary: a proposal that is refused teaches the sampler there, and leaves no trial behind.
 """
 
 from __future__ import annotations
