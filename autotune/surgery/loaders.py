@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data._utils import worker as _worker_module
 
 from autotune.errors import WorkloadError
-from autotune.surgery.batches import leading_size, tensors
+from autotune.surgery.batches import kept, leading_size, tensors
 from autotune.surgery.generators import seed_everything
 
 DEFAULT_BATCH_SIZE = 32
@@ -66,6 +66,7 @@ class CountingCollate:
             self.was_sent = True
             _check_is_sent(data)
         if not self.batched:
+            data = kept(data)  # or counting would read it
             return Counted(leading_size(data), data)
         return Counted(self._drawn_samples(drawn, data), data)
 

@@ -49,7 +49,8 @@ class WindowLoader:
             if isinstance(item, Counted):
                 window.append(MicroBatch(item.samples, kept(item.data)))
             else:  # a subclass that makes its batches itself
-                window.append(MicroBatch(leading_size(item), kept(item)))
+                data = kept(item)
+                window.append(MicroBatch(leading_size(data), data))
             if len(window) == self.micro_batches_per_step:
                 yield window
                 window = []

@@ -160,6 +160,25 @@ def test_a_batch_that_can_be_read_once_can_be_read_again() -> None:
     assert [item.samples for (item,) in windows] == [2, 2]
 
 
+class ReadOnce(IterableDataset[Any]):
+    """Ready batches of three samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (map(torch.clone, (torch.ones(3, 2), torch.ones(3))) for _ in range(2))
+
+
+class HandsOver(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, HandsOver])
+def test_a_ready_batch_that_can_be_read_once_is_counted_by_what_it_gives(loader_class: Any) -> None:
+    windows = list(WindowLoader(counted(loader_class(ReadOnce(), batch_size=None)), 1))
+    assert [item.samples for (item,) in windows] == [3, 3]
+    assert windows[0][0].data[0].shape == (3, 2)
+
+
 def test_a_subclass_with_a_way_of_its_own_is_counted_by_what_it_gives() -> None:
     windows = WindowLoader(counted(Pairs(NUMBERS, batch_size=8)), 1)
     assert [micro_batch.samples for window in windows for micro_batch in window] == [8, 8, 4]
