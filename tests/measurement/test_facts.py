@@ -173,6 +173,17 @@ def test_a_loss_that_leaves_gradients_behind_is_refused() -> None:
     facts_of(program(loss_fn=functools.partial(adversarial, clears=True)))
 
 
+def test_gradients_that_a_loss_leaves_in_what_is_not_optimized_are_the_users() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        model[0](batch[0]).sum().backward()
+        return mse(model, batch)
+
+    def last_alone(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[-1].parameters(), lr=0.1)
+
+    assert facts_of(program(loss_fn=loss_fn, optimizer_fn=last_alone)).first_loss > 0
+
+
 def test_sparse_gradients_fix_the_optimizer() -> None:
     facts = facts_of(
         program(

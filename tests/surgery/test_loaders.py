@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -104,6 +105,29 @@ class DrawnAnew(IterableDataset[float]):
         info = get_worker_info()
         generator = random.Random(None if info is None else info.id)
         return (generator.random() for _ in range(1000))
+
+
+class Rounded(IterableDataset[int]):
+    """Workers leave out what is not a whole part of theirs."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(1001) if info is None else range(info.id, 1000 - 1000 % info.num_workers, info.num_workers))
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return itertools.count() if info is None else itertools.count(info.id, info.num_workers)
+
+
+class BrokenLater(IterableDataset[int]):
+    """A sample that cannot be read is for a trial to come upon."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(10) if info is None else range(info.id, 10, info.num_workers)
+        raise ValueError("a broken file")
 
 
 class ShardedFromOutside(IterableDataset[int]):
@@ -266,6 +290,9 @@ A_PASS = (
         (ShuffledWhole, A_PASS.format("2,000")),
         (EveryFourth, A_PASS.format("500")),
         (DrawnAnew, None),
+        (Rounded, None),
+        (Endless, None),
+        (BrokenLater, None),
     ],
 )
 def test_workers_are_offered_only_where_sharding_was_seen(dataset_class: Any, reason: str | None) -> None:
