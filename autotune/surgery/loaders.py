@@ -63,8 +63,8 @@ class CountingCollate:
     def __call__(self, drawn: Any) -> Counted:
         data = self.collate(drawn)
         if not self.was_sent and get_worker_info() is not None:
-            self.was_sent = True
             _check_is_sent(data)
+            self.was_sent = True
         if not self.batched:
             data = kept(data)  # or counting would read it
             return Counted(leading_size(data), data)
