@@ -92,7 +92,6 @@ class TableStudy(Study):
     def __init__(self, **what: Any) -> None:
         super().__init__(**what)
         self._random = random.Random(what["seed"])
-        self._taken: set[TrainingConfig] = set()
 
     def propose(self) -> TrainingConfig:
         """A point of the table."""
@@ -104,10 +103,10 @@ class TableStudy(Study):
                 self.reject(NOT_RECORDED)
             before, config = config, super().propose()
         assert isinstance(self._space, TableSpace)
-        left = [one for one in self._space.points - self._taken if not self.knows(one)]
+        left = [one for one in self._space.points if not self.knows(one)]
         if left:
             config = self._random.choice(sorted(left, key=lambda one: one.key))
-            self._taken.add(config)
+            self._proposals._last = config  # what `reject` is about
         return config
 
 

@@ -19,6 +19,7 @@ from benchmarks.search_quality import (
     Step,
     draw,
     main,
+    open_study,
     replay,
     run,
     searches,
@@ -95,6 +96,19 @@ def test_points_that_are_missing_are_refused_and_counted(empty_study: EmptyStudy
     assert found.holes > 0
     assert not found.recommended.items() >= COMPILED_BF16.items()
     assert found.share >= 0.95, "of what the table holds"
+
+
+def test_a_point_that_is_taken_at_random_is_the_one_that_is_rejected(
+    empty_study: EmptyStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.search_quality.MOST_GAPS", 0)
+    space = table_space(TABLE)
+    with open_study(TABLE, space, empty_study(TABLE), "staged", 0) as study:
+        for _ in range(5):
+            config = study.propose()
+            assert config in space.points and not study.knows(config)
+            study.reject("it takes too long")
+            assert study.knows(config)
 
 
 def test_a_hole_that_cannot_be_refused_ends_the_search_and_is_told(empty_study: EmptyStudy) -> None:
