@@ -44,6 +44,9 @@ Parsed = TypeVar("Parsed")
 def parse_arguments(argv: list[str], *, export_forms: list[str]) -> argparse.Namespace:
     """What was asked; `command` is its name. Raises `UserError`, and SystemExit(0) after `--help` and `--version`."""
     parser = _parser(export_forms)
+    for word in argv:
+        if word.startswith("--") and word.endswith("=--"):  # Python 3.11 would read it as no value, and not complain
+            parser.error(f"argument {word[:-3]}: expected one argument")
     arguments, left = parser.parse_known_args(argv)
     # argparse takes an optional positional for missing where an option stands between it and the one before.
     if arguments.command == "verify" and arguments.target is None and left and not left[0].startswith("-"):

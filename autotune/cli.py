@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -141,6 +142,8 @@ def run(argv: list[str], load_api: LoadApi) -> int:
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         return _complain(UserError(f"cannot use {error.filename}: {error.strerror}"), USER_AT_FAULT)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return _complain(UserError(f"cannot use {error.filename}: {error.strerror}"), USER_AT_FAULT)
         _drop_output()
         # A closed pipe is no complaint: whoever read it has seen enough.
         return NO_ANSWER if isinstance(error, BrokenPipeError) else _complain(_unwritten(error, arguments), NO_ANSWER)
@@ -171,7 +174,7 @@ def _unwritten(error: OSError, arguments: argparse.Namespace | None) -> NoAnswer
         return NoAnswerError(f"cannot write {error.filename}: {error.strerror}")
     kept = ""
     if arguments is not None and arguments.command == "search":
-        kept = f"; the answer is kept, and `autotune show {arguments.study}` tells it"
+        kept = f"; the answer is kept, and `autotune show {search_options(arguments).study}` tells it"
     return NoAnswerError(f"cannot write the output: {error.strerror}{kept}")
 
 

@@ -137,9 +137,12 @@ def _renamed(reference: WorkloadReference) -> Workload:
 
 
 def _read(path: Path, shown: str) -> str:
-    if not path.is_file():
-        raise WorkloadError(f"no such file: {shown}")
-    return path.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        if not path.is_file():
+            raise WorkloadError(f"no such file: {shown}")
+        return path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise WorkloadError(f"cannot read {shown}: {error.strerror}") from None
 
 
 def _module_file(name: str) -> Path:

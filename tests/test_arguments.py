@@ -85,6 +85,8 @@ def test_check_and_memory_take_what_applies_to_them(command: str) -> None:
         (["search", "a.py", "--seed", "x"], "argument --seed: "),
         (["search", "a.py", "--free-batch", "--global-batch-size", "8"], "not allowed with argument --free-batch"),
         (["search", "a.py", "--budg", "10m"], "unrecognized arguments: --budg 10m"),
+        (["search", "a.py", "--fix=--"], "argument --fix: expected one argument"),
+        (["export", "best.json", "--to=--"], "argument --to: expected one argument"),
         (["export", "best.json", "--to", "yaml"], "argument --to: invalid choice: 'yaml'"),
         (["export", "best.json"], "the following arguments are required: --to"),
     ],

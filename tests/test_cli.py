@@ -204,6 +204,9 @@ def test_our_own_mistakes_are_not_hidden(program: str) -> None:
     ("argv", "sentence"),
     [
         (["search", "missing.py"], "no such file: missing.py"),
+        (["search", "/proc/self/mem"], "cannot read /proc/self/mem: Input/output error"),
+        (["check", "x" * 300 + ".py"], "xxx.py: File name too long"),
+        (["show", "x" * 300], "xxx: File name too long"),
         (["search", "train.py", "--budget", "soon"], "'soon' is not a time"),
         (["search", "train.py", "--fix", "batch_size"], "argument --fix: 'batch_size' is not an assignment"),
         ([], "the following arguments are required: COMMAND"),
@@ -304,6 +307,8 @@ def test_help_and_lists_are_quick_and_import_no_torch() -> None:
          "cannot write the output: No space left on device; the answer is kept, and `autotune show here` tells it"),
         (("search", "train.py", "--study", "here", "--json"),
          "cannot write the output: No space left on device; the answer is kept, and `autotune show here` tells it"),
+        (("search", "train.py"), "cannot write the output: No space left on device; the answer is kept, and "
+         "`autotune show autotune-study` tells it"),
         (("show", "here"), "cannot write the output: No space left on device"),
         (("export", "best.json", "--to", "json"), "cannot write the output: No space left on device"),
         (("knobs",), "cannot write the output: No space left on device"),
