@@ -294,6 +294,11 @@ def _user_message(error: BaseException, origin: Origin) -> str:
             f"batch size that leaves no last batch of one sample ({shown})"
         )
     if _is_of_collate(error):
+        if "requires grad" in origin.message:  # which torch minds in a loader worker alone
+            return (
+                f"a loader worker could not put samples together into a batch ({shown}): what a model gives in the data set "
+                "must be detached from it (.detach()), or num_workers=0 be kept"
+            )
         return (
             f"samples could not be put together into a batch ({shown}): make them alike, or give the DataLoader a "
             "collate_fn"

@@ -309,6 +309,15 @@ def test_samples_that_make_no_batch(workers):
     assert failure.message.startswith("samples could not be put together into a batch (RuntimeError: stack expects")
 
 
+def test_samples_with_a_graph_make_no_batch_in_a_loader_worker():
+    samples = list(torch.ones(2, 1, requires_grad=True) * 2)
+    batches = iter(DataLoader(samples, batch_size=2, num_workers=1, multiprocessing_context="fork"))
+    failure = classify(raised(lambda: next(batches)), "build")
+    batches._shutdown_workers()
+    assert failure.message.startswith("a loader worker could not put samples together into a batch (RuntimeError: stack()")
+    assert failure.message.endswith("must be detached from it (.detach()), or num_workers=0 be kept")
+
+
 def test_a_module_that_ends_the_process_is_told_about_the_guard():
     assert 'under `if __name__ == "__main__":`' in str(import_failure(SystemExit(2), "train.py"))
     parser = argparse.ArgumentParser()
