@@ -183,15 +183,13 @@ class Server:
             self._start(message, hello)
         elif isinstance(message, EndTrial):
             self._end(message)
+            self._import_compiler(hello)  # while the orchestrator opens its study, and nothing runs that is timed
         else:
             raise AssertionError(f"the orchestrator sent {message!r}")
 
     def _start(self, message: StartTrial, hello: Hello) -> None:
         assert self._trial is None, "one trial at a time"
-        # No measurement may run beside the import. A look at the program may, and a search begins with one: the seconds of a
-        # step that it tells are for deadlines and forecasts, which may be too long.
-        beside = message.request.kind == "facts"
-        if not beside:
+        if message.request.kind != "facts":  # a look at the program, with which a search begins, need not wait for it
             self._import_compiler(hello)
         self._prepare_compiler(message.request, hello)
         order = TrialOrder(
@@ -211,11 +209,9 @@ class Server:
             self._become_trial(order, report_write, server)
         os.close(report_write)
         self._trial = _RunningTrial(pid, report_read, order.output_path, order.sockets_path)
-        if beside:
-            self._import_compiler(hello)
 
     def _import_compiler(self, hello: Hello) -> None:
-        """Once, where trials are forked: even a program that compiles nothing may be tried compiled."""
+        """Once, where trials are forked, never beside one: what compiles nothing by itself may be tried compiled."""
         if not self._compiler_imported and hello.start_method == "fork" and hello.warm_compiler:
             import_compiler()
             self._compiler_imported = True

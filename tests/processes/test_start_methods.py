@@ -95,7 +95,7 @@ def test_a_trial_that_hangs_after_one_was_measured_is_not_run_again(file_workloa
         assert pool.notes == []
 
 
-def test_the_compiler_is_imported_beside_what_is_only_looked_at(behaving_workload, request_for, tmp_path):
+def test_the_compiler_is_imported_after_the_look_at_the_program(behaving_workload, request_for, tmp_path):
     with TrialPool(behaving_workload, tmp_path, entry=ENTRY, warm_compiler=True) as pool:
         first = pool.run(request_for("look_around").model_copy(update={"kind": "facts"}))
         assert first.soak.findings[7] == "False"
