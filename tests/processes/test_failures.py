@@ -314,7 +314,9 @@ def test_samples_with_a_graph_make_no_batch_in_a_loader_worker():
     batches = iter(DataLoader(samples, batch_size=2, num_workers=1, multiprocessing_context="fork"))
     failure = classify(raised(lambda: next(batches)), "build")
     batches._shutdown_workers()
-    assert failure.message.startswith("a loader worker could not put samples together into a batch (RuntimeError: stack()")
+    assert failure.message.startswith(
+        "a loader worker could not put samples together into a batch (RuntimeError: stack()"
+    )
     assert failure.message.endswith("must be detached from it (.detach()), or num_workers=0 be kept")
 
 
