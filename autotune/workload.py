@@ -242,7 +242,7 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
         for text in ([file_text(function) or ""] if by_name else sources(function))
     ]
     source_hash = _hash_text("\n".join(dict.fromkeys(texts)))
-    search_path = tuple(entry or os.getcwd() for entry in sys.path)
+    search_path = (*(entry or os.getcwd() for entry in sys.path), *_places_of_modules(functions))
     settings = settings_of_this_process()
     if by_name:
         names = {role: f"{function.__module__}:{function.__qualname__}" for role, function in functions.items()}
@@ -259,6 +259,19 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
     names = {role: getattr(function, "__name__", role) for role, function in functions.items()}
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Workload("value", main_file or "notebook", names, payload, search_path, source_hash, settings)
+
+
+def _places_of_modules(functions: dict[str, Callable[..., Any]]) -> list[str]:
+    """Where their modules lie: a notebook's `sys.path` has where one stands by now, and may lead to them no more."""
+    if "" not in sys.path:
+        return []
+    places = []
+    for name in {str(getattr(function, "__module__", None)).partition(".")[0] for function in functions.values()}:
+        module = sys.modules.get(name)
+        if file := getattr(module, "__file__", None):
+            path = Path(file).absolute().parent
+            places.append(str(path.parent if hasattr(module, "__path__") else path))
+    return sorted({*places} - {*sys.path})
 
 
 def _importable(function: Callable[..., Any]) -> bool:

@@ -200,6 +200,31 @@ def test_functions_that_can_be_imported_travel_by_name() -> None:
     assert load_functions(workload) == UserFunctions(model_fn, data_fn)
 
 
+def test_a_module_is_found_where_it_was_imported_from_by_a_notebook_that_went_elsewhere(tmp_path: Path) -> None:
+    """`import`, then `%cd`: the entry '' of its path means another directory by then."""
+    (tmp_path / "package").mkdir()
+    for name in ("alone.py", "package/inner.py", "package/__init__.py"):
+        written(tmp_path, PLAIN, name)
+    (tmp_path / "data").mkdir()
+    code = (
+        "import os, pickle, sys\n"
+        "import alone, package.inner\n"
+        "os.chdir('data')\n"
+        "from autotune.workload import workload_from_functions\n"
+        "given = {'model_fn': alone.model_fn, 'data_fn': package.inner.data_fn}\n"
+        "sys.stdout.buffer.write(pickle.dumps(workload_from_functions(given)))\n"
+    )
+    there = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    made = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=there, stdout=subprocess.PIPE, check=True)
+    load = "import pickle, sys\nfrom autotune.workload import load_functions\n"
+    load += "print(load_functions(pickle.load(sys.stdin.buffer)).model_fn())"
+    command = [sys.executable, "-c", load]
+    done = subprocess.run(
+        command, cwd=tmp_path / "data", env=there, input=made.stdout, stdout=subprocess.PIPE, check=True
+    )
+    assert done.stdout == b"model\n"
+
+
 def test_closures_lambdas_and_partials_travel_by_value() -> None:
     width = 7
     functions: dict[str, Any] = {
