@@ -116,19 +116,24 @@ def read_facts(workload: Workload, options: SearchOptions, watcher: SearchWatche
     machine = read_machine_facts()
     conditions = _conditions(options, machine)
     _told_of_machine(machine, conditions, watcher)
-    with _pool(workload, options, watcher, machine) as pool:
+    with _pool(workload, options, watcher, machine, warm_compiler=False) as pool:
         return _facts(pool, machine, conditions, options)
 
 
 @contextmanager
 def _pool(
-    workload: Workload, options: SearchOptions, watcher: SearchWatcher, machine: MachineFacts
+    workload: Workload,
+    options: SearchOptions,
+    watcher: SearchWatcher,
+    machine: MachineFacts,
+    *,
+    warm_compiler: bool = True,
 ) -> Iterator[TrialPool]:
     used = gpu_used_bytes if _device(options, machine) == "cuda" else None
     directory = options.study / "processes"
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)  # what trials print and answer is nobody else's business
-    pool = TrialPool(workload, directory, warm_compiler=True, gpu_used_bytes=used, on_note=watcher.note)
+    pool = TrialPool(workload, directory, warm_compiler=warm_compiler, gpu_used_bytes=used, on_note=watcher.note)
     try:
         pool.start()
         yield pool

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autotune
-from autotune import sessions
+from autotune import api, sessions
 from autotune.config import TrainingConfig
 from autotune.errors import UserError
 from autotune.machine import read_machine_facts
@@ -20,6 +20,7 @@ from autotune.options import SearchOptions
 from autotune.processes.pool import TrialPool
 from autotune.records import Conditions, TrialRequest
 from autotune.search.study import stored_records
+from autotune.search.watcher import QuietWatcher
 from autotune.workload import workload_from_target
 from tests.running_search import TINY_PROGRAM
 
@@ -231,3 +232,20 @@ def test_check_and_memory_answer_without_a_study(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         assert expected in ended.stdout
     assert {path.name for path in tmp_path.iterdir()} <= {"tiny.py", "__pycache__"}
+
+
+def test_a_look_at_the_program_waits_for_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which `check` would do at its end: nothing is compiled there, and a search alone has use for it."""
+    (tmp_path / "tiny.py").write_text(TINY_PROGRAM)
+    asked = []
+
+    def refuse(*_: object, warm_compiler: bool, **__: object) -> TrialPool:
+        asked.append(warm_compiler)
+        raise UserError("enough")
+
+    monkeypatch.setattr(sessions, "TrialPool", refuse)
+    workload = workload_from_target(str(tmp_path / "tiny.py"))
+    for look in (api.check, api.search):
+        with pytest.raises(UserError, match="enough"):
+            look(workload, SearchOptions(device="cpu", study=tmp_path / "here"), QuietWatcher())
+    assert asked == [False, True]
