@@ -27,11 +27,12 @@ from autotune.records import Strategy
 DEFAULTS = SearchOptions()
 EXAMPLES = """\
 examples:
-  autotune check train.py                 is my program understood, and what would be tried?
-  autotune memory train.py                does it fit, and how far does the batch go?
-  autotune search train.py --budget 10m   the fastest settings that fit and train the same
+  autotune check train.py                is it understood, what would be tried?
+  autotune memory train.py               does it fit, how far does the batch go?
+  autotune search train.py --budget 10m  fastest settings that train the same
+  autotune show autotune-study           all that was tried
   autotune export autotune-study/best.json --to python > train_fast.py
-  autotune verify autotune-study/best.json     does it still hold, on this torch, driver, GPU and model?
+  autotune verify autotune-study/best.json   does it still hold?
 """
 TARGET_HELP = (
     "FILE.py or package.module with model_fn and data_fn; loss_fn, optimizer_fn and scheduler_fn if it has them"
@@ -78,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(export_forms: list[str]) -> _Parser:
     parser = _Parser(
         prog="autotune",
-        description="Finds, by measuring on your own machine, the fastest way to run your PyTorch training step.",
+        description="Finds, by measuring on your own machine, the fastest way to run your PyTorch\ntraining step.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

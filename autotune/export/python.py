@@ -100,14 +100,14 @@ class _Script:
         candidates: Iterable[Answer | None] = (recommendation.best, recommendation.free_batch, recommendation.baseline)
         for answer in candidates:
             if answer is not None and answer.config == self.config:
+                rate = f": {answer.samples_per_second:.4g} samples/s"
+                if recommendation.baseline is not None and answer.config == recommendation.baseline.config:
+                    return f"{rate}."  # beside itself it is 1.00 times as fast
                 low, high = answer.speedup.interval
                 beside = (
                     "reference, with which alone the program fits" if recommendation.reference_settings else "baseline"
                 )
-                return (
-                    f": {answer.samples_per_second:.4g} samples/s, {answer.speedup.value:.2f} times the {beside} "
-                    f"({low:.2f} to {high:.2f})."
-                )
+                return f"{rate}, {answer.speedup.value:.2f} times the {beside} (95 % interval {low:.2f} to {high:.2f})."
         return "."
 
     def _imports(self, functions: list[str]) -> str:

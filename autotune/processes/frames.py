@@ -1,7 +1,11 @@
-"""The user's own part of a traceback: no frame of autotune, torch, the standard library or any installed package."""
+"""The user's own part of a traceback: no frame of autotune, torch, the standard library or any installed package.
+
+Nor of what torch.compile has written, which no user has seen: inductor runs code from files in its cache.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 import traceback
@@ -49,13 +53,25 @@ def origin_of(error: BaseException) -> Origin:
 
 
 def is_own(filename: str) -> bool:
-    """Whether a source file is the user's: not autotune's, torch's, Python's or of any installed package."""
+    """Whether a source file is the user's: not autotune's, torch's, Python's, torch.compile's, or installed."""
     if filename.startswith("<frozen") or filename == "<string>":  # the latter is the line that starts our interpreters
+        return False
+    if filename.startswith("<eval_with_key>"):  # what torch.fx has written
         return False
     parts = Path(filename).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return False
-    return not any(filename.startswith(f"{directory}/") for directory in (_PACKAGE, _STANDARD_LIBRARY))
+    if any(part.startswith("torchinductor_") for part in parts):
+        return False
+    return not any(
+        filename.startswith(f"{directory}/") for directory in (_PACKAGE, _STANDARD_LIBRARY, *_inductor_cache())
+    )
+
+
+def _inductor_cache() -> tuple[str, ...]:
+    # by default it is torchinductor_USER in the directory for temporary files
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").rstrip("/")
+    return (given,) if given else ()
 
 
 def text_of(error: BaseException) -> str:

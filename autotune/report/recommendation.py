@@ -161,9 +161,9 @@ def _certainty(recommendation: Recommendation) -> tuple[str, ...]:
         ratio = f"{whose} ran at {format_rate(best.samples_per_second)} samples/s"
     if rounds == 0:
         return (f"{ratio}; not confirmed: there was no time to measure it again in fresh processes",)
-    times = "once" if rounds == 1 else f"{rounds} times"
+    times = "once in a fresh process" if rounds == 1 else f"{rounds} times in fresh processes"
     beside = "" if alone else f", in turn with {shown_baseline(recommendation.reference_settings)}"
-    return (f"{ratio}; measured again {times} in fresh processes{beside}",)
+    return (f"{ratio}; measured again {times}{beside}",)
 
 
 def _parity_of(recommendation: Recommendation) -> tuple[str, ...]:

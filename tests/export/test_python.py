@@ -303,6 +303,18 @@ def test_a_guarded_script_is_imported_and_an_unguarded_one_is_not(tmp_path: Path
     assert "PASTE HERE" in export(recommendation, config)
 
 
+def test_the_speed_up_is_told_where_there_is_one() -> None:
+    recommendation, config = gpu_recommendation()
+    best = recommendation.best.model_copy(update={"config": config})
+    faster = recommendation.model_copy(update={"best": best})
+    assert " times the baseline (95 % interval " in export(faster, config)
+    baseline = recommendation.baseline.model_copy(update={"config": config})
+    kept = recommendation.model_copy(update={"best": baseline, "baseline": baseline})
+    script = export(kept, config)
+    assert " samples/s.\n" in script
+    assert "times the" not in script
+
+
 HOSTILE = 'x"""\nprint("written by somebody else")\r\n"""\\'
 
 

@@ -88,6 +88,15 @@ def test_where_a_crash_happened(ending, tmp_path):
     assert answer_of(ending).failure.detail.splitlines()[1:] == [own, own]
 
 
+def test_code_that_torch_compile_wrote_is_not_the_users(ending, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache/")
+    written = ["/tmp/torchinductor_me/ka/ckaty.py", "/cache/ka/ckaty.py", "<eval_with_key>.3"]
+    stack = "\n".join(f'  File "{file}", line 783 in <module>' for file in written)
+    printed(ending, f"\nCurrent thread 0x1 (most recent call first):\n{stack}\n")
+    ending.status = signal.SIGSEGV
+    assert answer_of(ending).failure.detail == ""
+
+
 def test_the_first_step_is_not_called_compiling(ending):
     ending.timeout_phase, ending.last_phase, ending.timeout_seconds = "compile", "compile", 5.0
     failure = answer_of(ending).failure
