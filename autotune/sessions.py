@@ -197,6 +197,8 @@ def _facts(pool: TrialPool, machine: MachineFacts, conditions: Conditions, optio
     times, least = LARGEST_BATCH[conditions.device]
     cap = max(times * workload.batch_size, least)
     largest = min(cap, workload.dataset_length or cap)
+    if workload.batch_fixed_reason is not None:  # whatever size were asked for, this one would run
+        largest = workload.batch_size
     return SearchFacts(
         machine=machine,
         workload=workload,

@@ -3,6 +3,8 @@ program that fits at no batch is made to fit."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from autotune.search.memory import find_ceiling
 from autotune.search.watcher import QuietWatcher
 from autotune.sessions import open_session
 from autotune.workload import workload_from_target
+from tests.running_search import DEADLINE_SECONDS
 
 MIB = 2**20
 LIMIT_MIB = 700
@@ -139,3 +142,30 @@ def test_a_program_of_which_nothing_fits_is_told_what_was_tried(tmp_path: Path) 
         open_session(workload, options, QuietWatcher()),
     ):
         pass
+
+
+READY_BATCHES = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+class Batches(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield {"input": torch.randn(32, 8)}
+
+def model_fn():
+    return torch.nn.Linear(8, 1)
+
+def data_fn():
+    return DataLoader(Batches(), batch_size=None)
+
+def loss_fn(model, batch):
+    return model(batch["input"]).mean()
+"""
+
+
+def test_no_batch_is_said_to_fit_that_the_program_cannot_be_given(tmp_path: Path) -> None:
+    (tmp_path / "ready.py").write_text(READY_BATCHES)
+    command = [sys.executable, "-m", "autotune", "memory", str(tmp_path / "ready.py"), "--device", "cpu"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_SECONDS).stdout
+    assert told.startswith("It fits: your batch is 32, and with your settings up to 32 ran.")
