@@ -116,6 +116,12 @@ def losses_of_script(script: str, folder: Path, driver: subprocess.Popen[str]) -
     return losses
 
 
+def rounding(config: TrainingConfig) -> float:
+    """By how much the same may differ from process to process: sums depend on the number of threads, and on where memory
+    lies. One bit of a first loss was seen to differ."""
+    return 2e-3 if config["precision"] == "bf16" else 1e-5
+
+
 CASES: list[tuple[str, dict[str, Any], list[dict[str, Value]]]] = [
     (
         "held",
@@ -155,7 +161,8 @@ def test_the_script_gives_the_losses_of_training(
     for number, change in enumerate(changes):
         config = recommendation.best.config.replace(change)
         expected = losses_of_training(program, recommendation, config)
-        assert losses_of_script(export(recommendation, config), tmp_path / str(number), driver) == expected
+        losses = losses_of_script(export(recommendation, config), tmp_path / str(number), driver)
+        assert losses == pytest.approx(expected, rel=rounding(config))
 
 
 def test_a_script_for_a_gpu_moves_batches_of_any_nesting() -> None:
@@ -275,7 +282,8 @@ def test_a_file_whose_name_cannot_be_imported_is_loaded_by_its_path(
     program.write_text((PROGRAMS / "bare.py").read_text())
     recommendation, _ = recommendation_for(program, Conditions(device="cpu", global_batch_size=None))
     expected = losses_of_training(program, recommendation, recommendation.best.config)
-    assert losses_of_script(export(recommendation), tmp_path / "elsewhere", driver) == expected
+    losses = losses_of_script(export(recommendation), tmp_path / "elsewhere", driver)
+    assert losses == pytest.approx(expected, rel=rounding(recommendation.best.config))
 
 
 def test_a_program_that_reads_arguments_is_not_given_those_of_the_script(tmp_path: Path) -> None:
