@@ -50,8 +50,7 @@ def reserve_seconds(session: Session, *, frees_the_batch: bool = False) -> float
     is_plain = session.score(finalist) >= PLAIN_GAIN * session.score(base)
     rounds = session.pace.rounds_of_a_plain_gain if is_plain else FEWEST_ROUNDS
     measuring = rounds * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
-    is_checked = finalist.config == session.baseline or session.is_checked(finalist.config)
-    parity = 0.0 if is_checked else finalist.seconds
+    parity = 0.0 if session.is_checked(finalist.config) else finalist.seconds
     soak = soak_trial_seconds(session, finalist, session.pace.soak_seconds)
     return min(measuring + parity + soak, LARGEST_RESERVE * session.budget.seconds)
 
@@ -248,9 +247,7 @@ def _half_width(trial: Trial) -> float:
 
 def _has_time_to_check(session: Session, found: list[TrainingConfig], config: TrainingConfig) -> bool:
     """Whether a further finalist could be measured beside those found, once it was checked."""
-    key = session.space.numerics_key(config)
-    assert session.baseline is not None
-    if key in session.parity_results or key == session.space.numerics_key(session.baseline):
+    if session.is_checked(config):
         return True
     checks = [answer.seconds for (kind, _), answer in session.probes.items() if kind == "parity"]
     return _has_time(session, [*found, config], FEWEST_ROUNDS, checks_seconds=max(checks, default=0.0))

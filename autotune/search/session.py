@@ -288,8 +288,10 @@ class Session:
         return self.parity_results[key]
 
     def is_checked(self, config: TrainingConfig) -> bool:
-        """Whether the parity check of this configuration was made."""
-        return self.space.numerics_key(config) in self.parity_results
+        """Whether it is known what the parity check says: it was made, or only the loader differs from the baseline's."""
+        assert self.baseline is not None
+        key = self.space.numerics_key(config)
+        return key in self.parity_results or key == self.space.numerics_key(self.baseline)
 
     def _remember_probe(self, kind: TrialKind, config: TrainingConfig, answer: TrialAnswer) -> None:
         self.probes[(kind, config.key)] = answer
