@@ -32,6 +32,8 @@ from autotune.search.watcher import SearchWatcher
 from autotune.workload import Workload, workload_from_reference, workload_from_target
 
 ANSWER, NO_ANSWER, USER_AT_FAULT, INTERRUPTED = 0, 1, 2, 130
+_OF_A_PATH = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+"""What the system says of a path that was given."""
 DOES_NOT_HOLD = 1
 """As `cmp` and `diff` have it: whoever asks in a script wants to branch on the answer."""
 
@@ -139,10 +141,8 @@ def run(argv: list[str], load_api: LoadApi) -> int:
         return _complain(error, USER_AT_FAULT)
     except NoAnswerError as error:
         return _complain(error, NO_ANSWER)
-    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        return _complain(UserError(f"cannot use {error.filename}: {error.strerror}"), USER_AT_FAULT)
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
+        if isinstance(error, _OF_A_PATH) or error.errno == errno.ENAMETOOLONG:
             return _complain(UserError(f"cannot use {error.filename}: {error.strerror}"), USER_AT_FAULT)
         _drop_output()
         # A closed pipe is no complaint: whoever read it has seen enough.
