@@ -191,7 +191,7 @@ class Server:
         assert self._trial is None, "one trial at a time"
         if message.request.kind != "facts":  # a look at the program, with which a search begins, need not wait for it
             self._import_compiler(hello)
-        self._prepare_compiler(message.request, hello)
+        self._prepare_compiler(message.request)
         order = TrialOrder(
             message.request,
             hello.workload,
@@ -216,11 +216,9 @@ class Server:
             import_compiler()
             self._compiler_imported = True
 
-    def _prepare_compiler(self, request: TrialRequest, hello: Hello) -> None:
-        """Before the first trial that compiles, where it is forked."""
-        if self._compiler_prepared or hello.start_method == "fresh" or not hello.warm_compiler:
-            return
-        if slow_to_start(request.config):
+    def _prepare_compiler(self, request: TrialRequest) -> None:
+        """Before the first trial that compiles, where the compiler is imported for all forks."""
+        if self._compiler_imported and not self._compiler_prepared and slow_to_start(request.config):
             self._channel.send(PhaseReported("compile"))  # it may take the time that compiling may
             prepare_for_compiling(request.conditions.device)
             self._compiler_prepared = True

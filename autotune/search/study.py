@@ -51,7 +51,7 @@ from autotune.space import SearchSpace
 
 SAMPLER_DRAWS = 8
 """For one proposal, before it is taken at random: a sampler that is sure of its region draws what is known by then, and each
-draw takes 10 ms."""
+draw takes milliseconds."""
 RANDOM_DRAWS = 64
 """For one proposal, before nothing new is proposed."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -393,8 +393,9 @@ class _Proposals:
         if not self._distributions:
             return self._last
         asked = self._study.ask()  # from here on the sampler sees what was learnt since
+        trial = self._study.get_trials(deepcopy=False)[asked.number]
         for attempt in range(self._sampler_draws + RANDOM_DRAWS):
-            self._last = self._sample(asked.number) if attempt < self._sampler_draws else self._at_random()
+            self._last = self._sample(trial) if attempt < self._sampler_draws else self._at_random()
             if not self.knows(self._last):
                 break
         # Not run as it is: what runs is added under its own values, which may be rounded to the choices.
@@ -432,9 +433,9 @@ class _Proposals:
         seen = [trial.value for trial in self._study.get_trials(deepcopy=False) if trial.value is not None]
         return statistics.median(seen) if seen else 0.0
 
-    def _sample(self, number: int) -> TrainingConfig:
+    def _sample(self, trial: optuna.trial.FrozenTrial) -> TrainingConfig:
         # As `ask` does it, but leaving no trial behind for each draw: a draw takes the longer the more there are.
-        sampler, study, trial = self._sampler, self._study, self._study.get_trials(deepcopy=False)[number]
+        sampler, study = self._sampler, self._study
         drawn = sampler.sample_relative(study, trial, self._distributions)
         for name, distribution in self._distributions.items():
             if name not in drawn:
