@@ -30,8 +30,9 @@ from autotune.records import (
 from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
+from autotune.search.proposals import sampler_of
 from autotune.search.session import Session
-from autotune.search.study import Study, sampler_of, workload_identity
+from autotune.search.study import Study, workload_identity
 from autotune.search.tables import DirectoryLock, refuse_unusable
 from autotune.search.watcher import SearchWatcher
 from autotune.space import SearchSpace, build_space, preset_objective, refuse_unknown

@@ -40,9 +40,10 @@ from autotune.processes.table_machine import TableHole, TableMachine
 from autotune.records import Settings, Standing, Strategy, Trial, TrialRequest
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
+from autotune.search.proposals import sampler_of
 from autotune.search.search import Search
 from autotune.search.session import Session
-from autotune.search.study import Study, sampler_of
+from autotune.search.study import Study
 from autotune.search.watcher import QuietWatcher
 
 EVALUATIONS = (15, 30, 60)
@@ -89,25 +90,22 @@ class TableStudy(Study):
     when too much is refused, and gaps of a table are no fault of the sampler's. It is told of those that it insists on.
     Where it comes upon gaps alone, a point of the table is taken at random, as the study itself does of the space."""
 
-    def __init__(self, **what: Any) -> None:
-        super().__init__(**what)
-        self._random = random.Random(what["seed"])
+    def __init__(self, *, space: TableSpace, seed: int, **what: Any) -> None:
+        super().__init__(space=space, seed=seed, **what)
+        self._table_space = space
+        self._random = random.Random(seed)
 
     def propose(self) -> TrainingConfig:
         """A point of the table."""
         before, config = None, super().propose()
         for _ in range(MOST_GAPS):
-            if self._space.conflict(config) is None:
+            if self._table_space.conflict(config) is None:
                 return config
             if config == before:
-                self.reject(NOT_RECORDED)
+                self.reject(config, NOT_RECORDED)
             before, config = config, super().propose()
-        assert isinstance(self._space, TableSpace)
-        left = [one for one in self._space.points if not self.knows(one)]
-        if left:
-            config = self._random.choice(sorted(left, key=lambda one: one.key))
-            self._proposals._last = config  # what `reject` is about
-        return config
+        left = sorted((one for one in self._table_space.points if not self.knows(one)), key=lambda one: one.key)
+        return self._random.choice(left) if left else config
 
 
 @dataclass(frozen=True)

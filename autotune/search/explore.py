@@ -68,7 +68,7 @@ def _run_proposals(
         if reason is None and not session.affords(config):
             reason = "longer than what is left"
         if reason is not None:
-            session.study.reject(reason)
+            session.study.reject(config, reason)
             refused += 1
             continue
         refused = 0

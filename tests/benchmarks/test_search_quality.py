@@ -98,7 +98,7 @@ def test_points_that_are_missing_are_refused_and_counted(empty_study: EmptyStudy
     assert found.share >= 0.95, "of what the table holds"
 
 
-def test_a_point_that_is_taken_at_random_is_the_one_that_is_rejected(
+def test_a_point_that_is_taken_at_random_can_be_rejected(
     empty_study: EmptyStudy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.search_quality.MOST_GAPS", 0)
@@ -107,7 +107,7 @@ def test_a_point_that_is_taken_at_random_is_the_one_that_is_rejected(
         for _ in range(5):
             config = study.propose()
             assert config in space.points and not study.knows(config)
-            study.reject("it takes too long")
+            study.reject(config, "it takes too long")
             assert study.knows(config)
 
 

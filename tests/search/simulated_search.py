@@ -24,10 +24,11 @@ from autotune.records import (
 from autotune.search.baseline import run_baseline
 from autotune.search.budget import Budget
 from autotune.search.pace import pace_for
+from autotune.search.proposals import sampler_of
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
 from autotune.search.session import Session
-from autotune.search.study import Study, sampler_of
+from autotune.search.study import Study
 from autotune.search.watcher import QuietWatcher
 from autotune.space import SearchSpace, build_space
 from tests.search.simulated_machine import Program, SimulatedMachine
