@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,7 +72,8 @@ class SearchOptions:
     """To which the gradients of an optimizer step are clipped, as the user's own loop does; None: they are not."""
 
     def __post_init__(self) -> None:
-        """Raises `UserError`, in the words of `fit`, which has no parser before it as the command line has."""
+        """Raises `UserError`, in the words of `fit`, which has no parser before it as the command line has; and for a
+        strategy that needs what is not installed, which is told before anything is run."""
         above_zero = {
             "budget": self.budget_seconds,
             "trials": self.trials,
@@ -93,6 +95,8 @@ class SearchOptions:
             raise UserError(f"objective must be {' or '.join(get_args(Objective))}, not {self.objective!r}")
         if self.strategy not in get_args(Strategy):
             raise UserError(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
+        if self.strategy == "gp" and importlib.util.find_spec("scipy") is None:
+            raise UserError("--strategy gp needs scipy, which is not installed; install torch-autotune[gp]")
         if self.device is not None and self.device not in get_args(DeviceKind):
             raise UserError(f"device must be {' or '.join(get_args(DeviceKind))}, not {self.device!r}")
         if self.free_batch and self.global_batch_size is not None:

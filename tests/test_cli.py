@@ -223,6 +223,15 @@ def test_bad_input_ends_before_anything_is_loaded(
     assert len(printed.err.splitlines()) == 1
 
 
+def test_a_strategy_that_needs_what_is_not_installed_ends_before_anything_is_loaded(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(["search", program, "--strategy", "gp"], must_not_load) == 2
+    told = "autotune: error: --strategy gp needs scipy, which is not installed; install torch-autotune[gp]\n"
+    assert capsys.readouterr().err == told
+
+
 def test_a_file_without_the_functions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "half.py").write_text("def model_fn(): ...\n")
     assert run(["check", str(tmp_path / "half.py")], must_not_load) == 2

@@ -48,6 +48,14 @@ def test_fit_refuses_it_before_it_looks_at_the_functions() -> None:
         autotune.fit(dict, dict, device="gpu")
 
 
+def test_a_gaussian_process_without_scipy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError) as caught:
+        SearchOptions(strategy="gp")
+    assert str(caught.value) == "--strategy gp needs scipy, which is not installed; install torch-autotune[gp]"
+    SearchOptions(strategy="tpe")
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

@@ -7,7 +7,6 @@ ran and nothing else. Further points are drawn from a second study, in memory (`
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,6 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.config import TrainingConfig
-from autotune.errors import UserError
 from autotune.interrupts import interrupts_held
 from autotune.options import Objective
 from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
@@ -175,12 +173,9 @@ class Study:
         """The study of this workload and space in a directory: continued where there is one, else made.
 
         `workload` comes from `workload_identity`. `fresh` sets aside whatever study the directory holds. `lock` is the
-        directory's, where the caller holds it already; it stays the caller's. Raises `UserError` for a sampler that needs
-        what is not installed, `StudyError` where the directory cannot be written, is in use, or holds something broken or
-        a study of another workload or machine.
+        directory's, where the caller holds it already; it stays the caller's. Raises `StudyError` where the directory
+        cannot be written, is in use, or holds something broken or a study of another workload or machine.
         """
-        if sampler == "gp" and importlib.util.find_spec("scipy") is None:
-            raise UserError("--strategy gp needs scipy; install torch-autotune[gp]")
         with ExitStack() as resources, _broken_is_told(directory), _telling_of_a_full_disk(directory):
             if lock is None:
                 resources.callback(DirectoryLock(directory).close)

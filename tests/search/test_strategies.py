@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from autotune.errors import UserError
 from autotune.knobs.registry import knob
 from autotune.records import OUT_OF_MEMORY, Strategy
 from autotune.search.exhaust import every_point
@@ -52,14 +51,6 @@ def test_a_gaussian_process_learns_where_nothing_fits(new_directory: NewDirector
     outcome = searched("gp", new_directory(), SMALL_CARD, trials=14, only=("batch_size", "precision"))
     assert any(t.failure is not None and t.failure.kind in OUT_OF_MEMORY for t in outcome.session.trials)
     what_did_not_fit_is_left_alone(outcome)
-
-
-def test_a_gaussian_process_without_scipy_says_what_to_install(
-    new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"^--strategy gp needs scipy; install torch-autotune\[gp\]$"):
-        searched("gp", new_directory())
 
 
 def test_exhaustive_measures_every_point_once_and_stops_none_early(new_directory: NewDirectory) -> None:
