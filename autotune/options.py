@@ -27,6 +27,8 @@ VERIFY_BUDGET_SECONDS = 300.0
 """What `verify` may take by default; it ends as soon as the answer is clear."""
 
 
+OUTPUT_DIRECTORY = "processes"
+"""In a study's directory: what its processes printed, a file each, of a trial N `*-trial-N.log`."""
 FRACTIONS = ("budget", "memory_margin", "clip_grad_norm")
 """The numbers that need not be whole."""
 

@@ -191,6 +191,8 @@ class TrialRequest(Record):
     kind: TrialKind
     config: TrainingConfig
     """Empty for `facts`, which runs the user's program as it stands."""
+    trial: int | None = None
+    """The trial's number in its study, after which the file of its output is named; None for what is no trial there."""
     conditions: Conditions
     blocks: tuple[str, ...] = ()
     """Module names of the repeated blocks, from the facts; for `facts` itself, module or class names from the user."""

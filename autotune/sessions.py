@@ -13,7 +13,7 @@ from autotune.errors import UserError
 from autotune.gpu_watch import occupied
 from autotune.machine import read_machine_facts
 from autotune.nvml import gpu_used_bytes
-from autotune.options import SearchOptions
+from autotune.options import OUTPUT_DIRECTORY, SearchOptions
 from autotune.processes.pool import TrialPool
 from autotune.processes.watched import WatchedBackend
 from autotune.records import (
@@ -131,7 +131,7 @@ def _pool(
     warm_compiler: bool = True,
 ) -> Iterator[TrialPool]:
     used = gpu_used_bytes if _device(options, machine) == "cuda" else None
-    directory = options.study / "processes"
+    directory = options.study / OUTPUT_DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)  # what trials print and answer is nobody else's business
     pool = TrialPool(workload, directory, warm_compiler=warm_compiler, gpu_used_bytes=used, on_note=watcher.note)

@@ -159,6 +159,9 @@ def test_show_lists_every_trial(story: Story) -> None:
     trials, _ = stored_records(story.directory / "here")
     for trial in trials:
         assert f"\n  {trial.number:>{len(str(trials[-1].number))}}  {trial.stage}" in shown.stdout
+    assert "What any trial N printed\n  here/processes/*-trial-N.log\n" in shown.stdout
+    for trial in trials:
+        assert list(story.directory.glob(f"here/processes/*-trial-{trial.number}.log"))
     missing = run(story, "show", "nowhere")
     told = "autotune: error: there is no study in nowhere; give the directory that search was given as --study\n"
     assert (missing.returncode, missing.stderr) == (2, told)

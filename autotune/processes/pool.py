@@ -56,7 +56,8 @@ class TrialPool:
         entry: str = ENTRY,
         silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
-        """`directory` exists and takes a log per trial. `gpu_used_bytes` says what is in use on the GPU, by anyone, or
+        """`directory` exists and takes a file of output per process, counted, and named after what ran: `0005-trial-3.log`,
+        `0006-parity.log`. `gpu_used_bytes` says what is in use on the GPU, by anyone, or
         None where that cannot be seen. `warm_compiler` imports the compiler before the forks, not in each."""
         self.notes: list[str] = []
         self._workload = workload
@@ -70,7 +71,7 @@ class TrialPool:
         self._fork_proven = False
         self._started_threads = False
         self._servers: dict[tuple[tuple[str, str], ...], ServerProcess] = {}
-        self._trial_number = _last_trial_number(directory)
+        self._process_count = _last_count(directory)
 
     def __enter__(self) -> TrialPool:
         self.start()
@@ -179,8 +180,9 @@ class TrialPool:
 
     def _run_once(self, request: TrialRequest, on_phase: Callable[[Phase], None] | None) -> Ending:
         server = self._server(environment_of(request.config))
-        self._trial_number += 1
-        stem = self._directory / f"trial-{self._trial_number:04d}"
+        self._process_count += 1
+        ran = request.kind if request.trial is None else f"trial-{request.trial}"
+        stem = self._directory / f"{self._process_count:04d}-{ran}"
         ending = Ending(str(stem.with_suffix(".log")), stem.with_suffix(".json"))
         kills_before = system_memory.oom_kills()
         try:
@@ -272,6 +274,7 @@ def environment_of(config: TrainingConfig) -> dict[str, str]:
     return merged
 
 
-def _last_trial_number(directory: Path) -> int:
-    numbers = [int(found[1]) for path in directory.iterdir() if (found := re.match(r"trial-(\d+)\.", path.name))]
-    return max(numbers, default=0)
+def _last_count(directory: Path) -> int:
+    """Of the files that are there; earlier versions named all of them trials."""
+    counts = [int(found[1]) for path in directory.iterdir() if (found := re.match(r"(?:trial-)?(\d+)[-.]", path.name))]
+    return max(counts, default=0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.config import TrainingConfig
+from autotune.options import OUTPUT_DIRECTORY
 from autotune.quantities import (
     format_bytes,
     format_cosine,
@@ -54,6 +55,7 @@ def trials_document(
         ),
         *((Verbatim("In the user's code", details),) if details else ()),
         *((Verbatim("What the failed trials printed", outputs),) if outputs else ()),
+        Verbatim("What any trial N printed", (str(study / OUTPUT_DIRECTORY / "*-trial-N.log"),)),
         *_parity_grids(probes, baseline),
         *lines_if_any("Probes", tuple(_probe_text(probe, baseline) for probe in probes)),
         _verdict(trials, recommendation),

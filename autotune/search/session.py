@@ -164,7 +164,7 @@ class Session:
         self.watcher.trial_started(number, self.told_changes(config), stage)
         self.watcher.time_left(self.budget.left())
         started_at = time.time()
-        request = self._request("measure", config, confirm=confirms).model_copy(update=race)
+        request = self._request("measure", config, confirm=confirms).model_copy(update={**race, "trial": number})
         answer = self.backend.run(request, self.watcher.phase)
         trial = Trial(
             number=number,

@@ -196,9 +196,18 @@ def test_result_files_are_removed_and_logs_kept(pool, request_for):
     assert not [name for name in names if ".json" in name]
 
 
-def test_numbers_go_on_where_an_earlier_search_stopped(behaving_workload, tmp_path):
-    (tmp_path / "trial-0041.log").touch()
-    assert TrialPool(behaving_workload, tmp_path, entry=ENTRY)._trial_number == 41
+def test_output_is_named_after_the_trial_that_printed_it(pool, request_for):
+    asked = request_for("look_around")
+    names = [Path(pool.run(one).output_path).name for one in (asked.model_copy(update={"trial": 3}), asked)]
+    count = int(names[0].partition("-")[0])
+    assert names == [f"{count:04d}-trial-3.log", f"{count + 1:04d}-{asked.kind}.log"]
+
+
+@pytest.mark.parametrize("name", ["0041-trial-7.log", "0041-parity.log", "trial-0041.log"])
+def test_files_of_an_earlier_search_are_not_written_to(name, behaving_workload, tmp_path):
+    (tmp_path / name).touch()
+    (tmp_path / "server.log").touch()
+    assert TrialPool(behaving_workload, tmp_path, entry=ENTRY)._process_count == 41
 
 
 def test_a_trial_is_cheap(pool, request_for):

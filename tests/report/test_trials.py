@@ -86,6 +86,12 @@ def test_a_failure_comes_with_reason_frames_and_the_whole_path_of_its_output() -
     assert '      File "train.py", line 3, in model_fn\n        boom()' in text
 
 
+def test_the_output_of_any_trial_can_be_found_by_its_number() -> None:
+    assert "What any trial N printed\n  study/processes/*-trial-N.log" in render(
+        trials_document(TRIALS[:1], [], None, STUDY)
+    )
+
+
 def test_the_verdict_ends_it() -> None:
     best = trial(3, dict(recommendation().best.config.changes_from(BASELINE)), rate=1900.0)
     text = render(trials_document([*TRIALS, best], [], recommendation(), STUDY))

@@ -74,7 +74,7 @@ def test_what_a_trial_said_does_not_steer_the_terminal(directory: Path) -> None:
     stream = io.StringIO()
     show(trials_document(trials, probes, None, Path(f"study{STEERING}")), stream)
     text = stream.getvalue()
-    assert text.count("[2J]0;owned [bold]red[/] 31m") == 4, text
+    assert text.count("[2J]0;owned [bold]red[/] 31m") == 5, text
     assert all(letter.isprintable() or letter == "\n" for letter in text)
     assert "\n      line\n" in text.replace("\n          line\n", "\n      line\n"), "code keeps its indentation"
 
