@@ -24,10 +24,14 @@ def verification_document(report: VerifyReport) -> Document:
 
 
 def _then_and_now(report: VerifyReport) -> Grid:
-    best = report.best or (report.baseline if report.best_then.config == report.baseline.config else None)
+    own = shown_baseline(report.reference_settings)
+    if report.best is None and report.best_then.config in (report.baseline_then.config, report.baseline.config):
+        was_kept = report.best_then.config == report.baseline_then.config
+        return _of_one(own if was_kept else "recommended", report.best_then, report.baseline)
+    best = report.best
     rows = [
         (
-            f"{shown_baseline(report.reference_settings)}, samples/s",
+            f"{own}, samples/s",
             _rate(report.baseline_then),
             _rate(report.baseline),
         ),
@@ -42,6 +46,21 @@ def _then_and_now(report: VerifyReport) -> Grid:
         ),
         ("blocks timed in them", _blocks(report.best_then), "-" if best is None else _blocks(best)),
     ]
+    return _grid(rows)
+
+
+def _of_one(name: str, then: Answer, now: Answer) -> Grid:
+    """Where nothing was compared: a row that holds the settings against themselves would say nothing."""
+    return _grid(
+        [
+            (f"{name}, samples/s", _rate(then), _rate(now)),
+            ("peak memory", _peak(then), _peak(now)),
+            ("blocks timed", _blocks(then), _blocks(now)),
+        ]
+    )
+
+
+def _grid(rows: list[tuple[str, str, str]]) -> Grid:
     return Grid("Then and now", ("", "then", "now"), tuple(rows), numeric=frozenset({1, 2}))
 
 

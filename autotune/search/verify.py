@@ -5,11 +5,11 @@ from __future__ import annotations
 from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import KNOBS
 from autotune.options import HOLDING, VerifyOutcome, VerifyReport
-from autotune.quantities import format_share
+from autotune.quantities import format_bytes, format_rate, format_share
 from autotune.records import Answer, Failure, ParityResult, Ratio, Recommendation, Standing, Trial
 from autotune.search.answers import WORTHWHILE_GAIN, settled
 from autotune.search.baseline import baseline_error, run_baseline
-from autotune.search.cautions import few_rounds, moved
+from autotune.search.cautions import NOTABLE_MOVE, few_rounds, moved
 from autotune.search.confirm import MOST_ROUNDS
 from autotune.search.session import Session
 from autotune.search.watcher import PassingWatcher
@@ -57,13 +57,24 @@ class _Verification:
     # --- in order ---
 
     def _nothing_to_compare(self) -> VerifyReport:
-        baseline = self._answer(self._baseline)
-        rates = f"{baseline.samples_per_second:,.4g} samples/s, {self.claimed.best.samples_per_second:,.4g} then"
+        """It runs, and how well: whether anything else is better is not seen, and a comparison with itself tells nothing."""
+        now, then = self._answer(self._baseline), self.claimed.best
         which = "your settings were to be kept" if self.claimed.keep else "your settings are what was recommended"
         runs = f"{which}, and they run"
         if self.session.results().reference_settings:
             runs = f"{self._beside} is what was recommended, and it runs"
-        return self._told("holds", f"It holds: {runs} ({rates}). Whether others are better, a search tells.")
+        if self.session.settings.objective == "memory":
+            peak, before = now.peak_allocated_bytes, max(1, then.peak_allocated_bytes)
+            figures, times = f"{format_bytes(peak)} at most, {format_bytes(before)} then", peak / before
+            change = f"takes {times:.2f} times the memory of then"
+        else:
+            rate, before_rate = format_rate(now.samples_per_second), format_rate(then.samples_per_second)
+            figures, times = f"{rate} samples/s, {before_rate} then", _times_as_fast(now, then)
+            change = f"runs at {times:.2f} times the speed of then"
+        told = f"{runs} ({figures}). There is nothing to compare: whether others are better by now, a search tells."
+        if 1 / NOTABLE_MOVE <= times <= NOTABLE_MOVE:
+            return self._told("holds", f"It holds as far as is seen without a search: {told}")
+        return self._told("holds_differently", f"It holds, but your program {change}: {told}")
 
     def _refused(self) -> VerifyReport | None:
         """What the recommendation asks for is not to be had here any more, or makes another batch of a step."""
@@ -221,6 +232,12 @@ class _Verification:
 def _parity(session: Session, config: TrainingConfig) -> ParityResult | None:
     found = session.parity_results.get(session.space.numerics_key(config))
     return found if isinstance(found, ParityResult) else None
+
+
+def _times_as_fast(now: Answer, then: Answer) -> float:
+    """How many times as fast the same settings run now; 1 where the intervals overlap."""
+    overlap = now.interval[0] <= then.interval[1] and then.interval[0] <= now.interval[1]
+    return 1.0 if overlap else now.samples_per_second / then.samples_per_second
 
 
 def _as_large(now: Ratio, then: Ratio) -> bool:

@@ -6,7 +6,7 @@ from autotune.records import Failure
 from autotune.report.document import Grid
 from autotune.report.text import render
 from autotune.report.verification import verification_document
-from tests.report.sample_records import BASELINE, answer, verify_report
+from tests.report.sample_records import BASELINE, FASTEST, answer, fast_answer, verify_report
 
 
 def told(**changes: object) -> str:
@@ -45,7 +45,27 @@ def test_what_did_not_run_has_no_figures_and_shows_the_users_frames() -> None:
     assert "Trains the same" not in text
 
 
-def test_settings_that_were_kept_are_their_own_recommendation() -> None:
-    same = answer(BASELINE)
-    text = told(baseline_then=same, best_then=same, baseline=answer(BASELINE, samples_per_second=990.0), best=None)
-    assert "recommended, samples/s 1,000 ± 1 % 990 ± 1 %" in text
+def then_and_now(**changes: object) -> tuple[tuple[str, ...], ...]:
+    document = verification_document(verify_report(best=None, **changes))
+    return next(block for block in document if isinstance(block, Grid)).rows
+
+
+def test_settings_that_were_kept_are_not_held_against_themselves() -> None:
+    then = answer(BASELINE, block_count=8)
+    now = answer(BASELINE, samples_per_second=990.0, block_count=6)
+    rows = (
+        ("your settings, samples/s", "1,000 ± 1 %", "990 ± 1 %"),
+        ("peak memory", "10.0 GiB", "10.0 GiB"),
+        ("blocks timed", "8", "6"),
+    )
+    assert then_and_now(baseline_then=then, best_then=then, baseline=now) == rows
+    other_loader = now.model_copy(update={"config": FASTEST})
+    assert then_and_now(baseline_then=then, best_then=then, baseline=other_loader) == rows
+
+
+def test_a_recommendation_that_became_the_users_own_is_shown_beside_what_it_was() -> None:
+    assert then_and_now(baseline=fast_answer(samples_per_second=2323.0)) == (
+        ("recommended, samples/s", "2,346 ± 1.9 %", "2,323 ± 1.9 %"),
+        ("peak memory", "28.5 GiB", "28.5 GiB"),
+        ("blocks timed", "18", "18"),
+    )

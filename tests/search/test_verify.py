@@ -168,8 +168,41 @@ def test_settings_that_were_to_be_kept_are_run_once(new_directory: NewDirectory)
     claimed = found(new_directory, nothing_helps)
     assert claimed.keep
     report, search = today(claimed, new_directory, nothing_helps)
-    assert report.outcome == "holds"
-    assert report.verdict.startswith("It holds: your settings were to be kept, and they run (")
+    assert report.outcome == "holds" and report.best is None
+    assert report.verdict.startswith(
+        "It holds as far as is seen without a search: your settings were to be kept, and they run ("
+    )
+    assert report.verdict.endswith(
+        " then). There is nothing to compare: whether others are better by now, a search tells."
+    )
+    assert search.machine.asked("measure") == [search.space.baseline]
+    slower = replace(
+        nothing_helps, sample_seconds=2 * PROGRAM.sample_seconds, update_seconds=2 * PROGRAM.update_seconds
+    )
+    report, _ = today(claimed, new_directory, slower)
+    assert report.outcome == "holds_differently"
+    assert report.verdict.startswith(
+        "It holds, but your program runs at 0.50 times the speed of then: your settings were to be kept, and they run ("
+    )
+
+
+def test_settings_to_be_kept_for_their_memory_are_held_against_it(new_directory: NewDirectory) -> None:
+    claimed = found(new_directory, objective="memory")
+    assert claimed.keep
+    report, _ = today(claimed, new_directory, objective="memory")
+    assert report.outcome == "holds" and " at most, " in report.verdict
+    grown = replace(PROGRAM, constant_bytes=4 * PROGRAM.constant_bytes)
+    report, _ = today(claimed, new_directory, grown, objective="memory")
+    assert report.outcome == "holds_differently" and " times the memory of then: your settings" in report.verdict
+
+
+def test_settings_that_became_the_users_own_are_run_once(claimed: Recommendation, new_directory: NewDirectory) -> None:
+    adopted = claimed.model_copy(
+        update={"best": claimed.best.model_copy(update={"config": claimed.baseline.config}), "keep": False}
+    )
+    report, search = today(adopted, new_directory)
+    assert report.outcome == "holds_differently", "they run as fast as before, and not as what was recommended"
+    assert "times the speed of then: your settings are what was recommended, and they run (" in report.verdict
     assert search.machine.asked("measure") == [search.space.baseline]
 
 
