@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -60,6 +61,9 @@ class Workload:
     source_hash: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """What the process that handed over the functions has set in torch; none for a file or module, which sets its own."""
+    directory: str | None = None
+    """Where that process stood, and where its functions run: what importing them again goes to need not be that. None: where
+    importing the file or module goes."""
 
     def reference(self) -> WorkloadReference:
         """The part that a result keeps."""
@@ -230,8 +234,16 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
     """A workload from what `autotune.fit` was given.
 
     Functions that can be imported by name travel by name; those of a script run as `__main__`, of a notebook or of a
-    closure travel by value, and where that fails, the script is imported again by its path. Raises `WorkloadError`.
+    closure travel by value, and where that fails, the script is imported again by its path. They run where the caller
+    stands, with what that has set in torch. Raises `WorkloadError`.
     """
+    directory = None
+    with contextlib.suppress(OSError):  # it is gone
+        directory = os.getcwd()
+    return replace(_handed_over(functions), settings=settings_of_this_process(), directory=directory)
+
+
+def _handed_over(functions: dict[str, Callable[..., Any]]) -> Workload:
     for role, function in functions.items():
         if not callable(function):
             raise WorkloadError(f"{role} must be a function, not {type(function).__name__}")
@@ -243,22 +255,21 @@ def workload_from_functions(functions: dict[str, Callable[..., Any]]) -> Workloa
     ]
     source_hash = _hash_text("\n".join(dict.fromkeys(texts)))
     search_path = (*(entry or os.getcwd() for entry in sys.path), *_places_of_modules(functions))
-    settings = settings_of_this_process()
     if by_name:
         names = {role: f"{function.__module__}:{function.__qualname__}" for role, function in functions.items()}
-        return Workload("module", names["model_fn"].split(":")[0], names, None, search_path, source_hash, settings)
+        return Workload("module", names["model_fn"].split(":")[0], names, None, search_path, source_hash)
     try:
         payload = cloudpickle.dumps(functions)
     except Exception as error:  # user objects raise anything when they are pickled
         why = f"{type(error).__name__}: {error}"
-        return replace(_workload_from_main_script(functions, search_path, source_hash, why), settings=settings)
+        return _workload_from_main_script(functions, search_path, source_hash, why)
     if len(payload) > MAXIMUM_PICKLE_BYTES:
         size = f"{len(payload) / 2**20:.0f} MiB, more than {MAXIMUM_PICKLE_BYTES // 2**20} MiB"
         why = f"they and what they refer to take {size}"
-        return replace(_workload_from_main_script(functions, search_path, source_hash, why), settings=settings)
+        return _workload_from_main_script(functions, search_path, source_hash, why)
     names = {role: getattr(function, "__name__", role) for role, function in functions.items()}
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Workload("value", main_file or "notebook", names, payload, search_path, source_hash, settings)
+    return Workload("value", main_file or "notebook", names, payload, search_path, source_hash)
 
 
 def _places_of_modules(functions: dict[str, Callable[..., Any]]) -> list[str]:
@@ -301,12 +312,15 @@ def _workload_from_main_script(
 
 
 def load_functions(workload: Workload) -> UserFunctions:
-    """The functions, imported or unpickled in this process, with what their caller set in torch. Only a child or `build`
-    calls this.
+    """The functions, imported or unpickled in this process, which then stands where their caller did, with what that set in
+    torch. Only a child calls this.
 
     Raises `WorkloadError` where the file lacks one; whatever the user's module raises at import passes through.
     """
     functions = _imported(workload)
+    if workload.directory is not None:
+        with contextlib.suppress(OSError):  # it is gone: then where we are is as good
+            os.chdir(workload.directory)
     put_in_force(workload.settings)
     return functions
 

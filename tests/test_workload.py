@@ -225,6 +225,30 @@ def test_a_module_is_found_where_it_was_imported_from_by_a_notebook_that_went_el
     assert done.stdout == b"model\n"
 
 
+def test_functions_run_where_their_caller_stands_wherever_importing_them_again_goes(tmp_path: Path) -> None:
+    (tmp_path / "inner" / "work").mkdir(parents=True)
+    written(tmp_path, PLAIN + "import os\nos.chdir('..')\n", "moving.py")
+    give = (
+        "import os, pickle, sys\n"
+        "import moving\n"
+        "assert os.getcwd().endswith('inner')\n"
+        "from autotune.workload import workload_from_functions\n"
+        "given = {'model_fn': moving.model_fn, 'data_fn': moving.data_fn if sys.argv[1] == 'name' else lambda: None}\n"
+        "sys.stdout.buffer.write(pickle.dumps(workload_from_functions(given)))\n"
+    )
+    load = "import os, pickle, sys\nfrom autotune.workload import load_functions\n"
+    load += "load_functions(pickle.load(sys.stdin.buffer))\nprint(os.getcwd())"
+    there = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(tmp_path)])}
+    for travels_by in ("name", "value"):
+        command = [sys.executable, "-c", give, travels_by]
+        made = subprocess.run(command, cwd=tmp_path / "inner" / "work", env=there, stdout=subprocess.PIPE, check=True)
+        command = [sys.executable, "-c", load]
+        done = subprocess.run(
+            command, cwd=tmp_path / "inner", env=there, input=made.stdout, stdout=subprocess.PIPE, check=True
+        )
+        assert os.path.samefile(done.stdout.decode().strip(), tmp_path / "inner")
+
+
 def test_closures_lambdas_and_partials_travel_by_value() -> None:
     width = 7
     functions: dict[str, Any] = {
