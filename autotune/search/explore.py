@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from autotune.config import TrainingConfig, Value
+from autotune.config import TrainingConfig, Value, settings_text
 from autotune.knobs.registry import KNOBS
 from autotune.records import Trial
 from autotune.search.compute import device_waits, gains_too_little, only_computes_faster
@@ -25,8 +25,8 @@ MOST_REFUSALS_IN_A_ROW = 40
 def explore(session: Session) -> int:
     """Runs proposals until the budget's reserve is reached or nothing new is proposed. Returns how many were measured.
 
-    First what was running when an earlier call was killed. Points that conflict, that are known not to fit or that train
-    differently are not run; the sampler is told so and learns the region.
+    First what was running when an earlier call was killed, then once more what lost clearly in a single trial. Points that
+    conflict, that are known not to fit or that train differently are not run; the sampler is told so and learns the region.
     """
     session.watcher.stage("explore", "points that the sampler proposes")
     measured = 0
@@ -34,7 +34,31 @@ def explore(session: Session) -> int:
         if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
             _measure(session, config)
             measured += 1
+    measured += _second_chances(session)
     return measured + _run_proposals(session, refuse=_not_worth_it, ended=_saturated, then=_pruned)
+
+
+def _second_chances(session: Session) -> int:
+    """Measures again what lost clearly in the only trial of its value: other work on the machine may have held it back, and
+    the value is not drawn any more. Where it did, the best so far is measured with the value. Returns how many trials that
+    took."""
+    measured = 0
+    for slower, name, value, faster in list(_clear_losses(session)):
+        with_it = [trial for trial in session.trials if trial.round is None and trial.config[name] == value]
+        if with_it != [slower] or slower.number < faster.number or not session.affords(slower.config):
+            continue
+        shown = settings_text(session.told_changes(slower.config))
+        session.watcher.note(f"{shown}: measured once more, since a single trial says that it is much slower")
+        again = session.measure_again(slower.config, "explore")
+        measured += 1
+        best = session.best()
+        if best is None or again.failure is not None or _is_clear_loss(session, again, faster):
+            continue
+        config = best.config.replace(slower.config.changes_from(faster.config))
+        if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
+            session.measure(config, "explore")
+            measured += 1
+    return measured
 
 
 def _pruned(session: Session, trial: Trial) -> int:
@@ -144,17 +168,29 @@ def _lost_clearly(session: Session, config: TrainingConfig) -> str:
     micro_batch = session.space.micro_batch
     pairs = {
         (name, value)
-        for slower, name, value, faster in _siblings(session)
-        if session.compute_score(slower) < OUT_OF_THE_RACE * session.compute_score(faster)
-        and not (device_waits(session, slower) and micro_batch(config) >= 2 * micro_batch(slower.config))
+        for slower, name, value, _ in _clear_losses(session)
+        if not (device_waits(session, slower) and micro_batch(config) >= 2 * micro_batch(slower.config))
     }
     return ", ".join(f"{name}={value}" for name, value in sorted(pairs, key=str) if config[name] == value)
 
 
+def _clear_losses(session: Session) -> Iterator[tuple[Trial, str, Value, Trial]]:
+    """Those of the siblings of which the first is out of the race beside the second."""
+    for slower, name, value, faster in _siblings(session):
+        if _is_clear_loss(session, slower, faster):
+            yield slower, name, value, faster
+
+
+def _is_clear_loss(session: Session, slower: Trial, faster: Trial) -> bool:
+    return session.compute_score(slower) < OUT_OF_THE_RACE * session.compute_score(faster)
+
+
 def _siblings(session: Session) -> Iterator[tuple[Trial, str, Value, Trial]]:
-    """Each measured trial, a knob of the step and its value there, and a trial that differs in that knob alone, or in
-    what goes with its value too."""
-    trials = [trial for trial in session.trials if trial.round is None and _has_resident_rate(trial)]
+    """The last trial of each configuration, a knob of the step and its value there, and a trial that differs in that knob
+    alone, or in what goes with its value too."""
+    trials = [
+        trial for trial in session.trials if trial is session.measured(trial.config) and _has_resident_rate(trial)
+    ]
     knobs = [knob for knob in KNOBS if knob.stage == "compute"]
     for one, other in itertools.permutations(trials, 2):
         changed = one.config.changes_from(other.config).keys()

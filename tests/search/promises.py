@@ -8,6 +8,7 @@ import pytest
 
 from autotune.records import OUT_OF_MEMORY, Answer
 from autotune.search.obstacles import LEAN_KNOBS
+from autotune.stats import OUT_OF_THE_RACE
 from tests.search.simulated_search import Outcome
 
 
@@ -33,9 +34,15 @@ def hold_promises(outcome: Outcome, *, overrun: float = 1.15) -> None:
 
 
 def no_point_is_measured_twice(outcome: Outcome) -> None:
-    """Unless to confirm it, which is measured without the resident rate."""
+    """Unless to confirm it, which is measured without the resident rate, or once where it lost clearly."""
     counts = Counter(r.config for r in outcome.machine.requests if r.kind == "measure" and r.measure_resident)
-    assert max(counts.values()) == 1
+    assert max(counts.values()) <= 2
+    session = outcome.session
+    ran = [trial for trial in session.trials if trial.round is None and trial.measurement is not None]
+    most = max(map(session.compute_score, ran), default=0.0)
+    for config in (config for config, count in counts.items() if count > 1):
+        first = next(trial for trial in ran if trial.config == config)
+        assert session.compute_score(first) < OUT_OF_THE_RACE * most, config
     probes = Counter((r.kind, r.config) for r in outcome.machine.requests if r.kind != "measure")
     assert max(probes.values(), default=1) == 1
 

@@ -134,7 +134,8 @@ class Program:
 class SimulatedMachine:
     """Answers every kind of request as a real process would. `clock` is what a `Budget` takes.
 
-    `interrupt_at` raises KeyboardInterrupt within the request of that number, counted from 0.
+    `interrupt_at` raises KeyboardInterrupt within the request of that number, counted from 0. `busy_once` are values and a
+    share: the first measurement that has the values runs at that share of its rate, beside other work on the machine.
     """
 
     def __init__(self, program: Program, space: SearchSpace, *, seed: int = 0) -> None:
@@ -143,6 +144,7 @@ class SimulatedMachine:
         self.answers: list[TrialAnswer] = []
         self.now_seconds = 0.0
         self.interrupt_at: int | None = None
+        self.busy_once: tuple[Mapping[str, Value], float] | None = None
         self._space = space
         self._seed = seed
         self._compiled: set[str] = set()
@@ -262,6 +264,9 @@ class SimulatedMachine:
         config = request.config
         micro_batches = self._micro_batches(config)
         process = math.exp(noise.gauss(0, self.program.process_spread))
+        if self.busy_once is not None and _has(config, self.busy_once[0]):
+            process *= self.busy_once[1]
+            self.busy_once = None
         blocks = self._blocks(request, self.true_rate(config) * process, noise)
         value, interval = rate(blocks.samples, blocks.seconds)
         device, host = self.program.micro_batch_seconds(config)

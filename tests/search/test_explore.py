@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from autotune.search.explore import explore
 from tests.knobs.search_facts import cuda_facts
 from tests.search.promises import no_point_is_measured_twice, what_did_not_fit_is_left_alone
 from tests.search.simulated_machine import Program
-from tests.search.simulated_programs import GIB, LANGUAGE_MODEL, SCENARIOS
+from tests.search.simulated_programs import GIB, LANGUAGE_MODEL, SCENARIOS, TABLE_MODEL
 from tests.search.simulated_search import Outcome, SimulatedSearch
 
 NewDirectory = Callable[[], Path]
@@ -125,6 +126,39 @@ def test_a_value_that_lost_clearly_is_not_combined_further(new_directory: NewDir
     assert all(config["precision"] != "as_is" for config in later)
 
 
+def test_a_value_that_lost_clearly_in_one_trial_alone_gets_a_second_one(new_directory: NewDirectory) -> None:
+    program = replace(TABLE_MODEL, load_seconds=0.0)
+    search = SimulatedSearch(program, CPU.facts, new_directory(), only=("precision",), budget_seconds=400.0)
+    with search.begun() as session:
+        bf16 = search.space.baseline.replace({"precision": "bf16"})
+        lost = session.measure(bf16, "compute", incumbent=session.baseline_trial())
+        assert lost.measurement is not None and lost.measurement.stopped_early
+        for _ in range(2):
+            explore(session)
+        best = session.best()
+    assert best is not None and best.config == search.space.baseline
+    assert search.machine.asked("measure") == [search.space.baseline, bf16, bf16], "and no third one"
+
+
+def test_what_other_work_held_back_is_tried_beside_the_best(new_directory: NewDirectory) -> None:
+    names = ("precision", "optimizer_impl")
+    search = SimulatedSearch(LANGUAGE_MODEL, LANGUAGE_FACTS, new_directory(), only=names, budget_seconds=400.0)
+    with search.begun() as session:
+        own = search.space.baseline
+        fused, bf16 = own.replace({"optimizer_impl": "fused"}), own.replace({"precision": "bf16"})
+        search.machine.busy_once = ({"optimizer_impl": "fused"}, 0.4)
+        for config in (fused, bf16):
+            session.measure(config, "compute", incumbent=session.baseline_trial())
+        explore(session)
+        best = session.best()
+    both = bf16.replace({"optimizer_impl": "fused"})
+    assert search.machine.asked("measure")[1:5] == [fused, bf16, fused, both]
+    assert best is not None and best.config == both
+    assert "note: optimizer_impl=fused: measured once more, since a single trial says that it is much slower" in (
+        search.watcher.events
+    )
+
+
 def test_what_lost_at_a_small_batch_may_be_drawn_at_a_large_one(new_directory: NewDirectory) -> None:
     """In bf16 the kernels of this program take three times as long to start, and half as long to run."""
     program = Program(
@@ -137,7 +171,9 @@ def test_what_lost_at_a_small_batch_may_be_drawn_at_a_large_one(new_directory: N
         own = search.space.baseline
         session.measure(own.replace({"precision": "bf16"}), "compute", incumbent=session.baseline_trial())
         explore(session)
-    drawn = [search.space.micro_batch(one) for one in search.machine.asked("measure")[2:] if one["precision"] == "bf16"]
+    again, *later = search.machine.asked("measure")[2:]
+    assert again == search.machine.asked("measure")[1]
+    drawn = [search.space.micro_batch(one) for one in later if one["precision"] == "bf16"]
     assert drawn
     assert min(drawn) >= 2 * search.space.micro_batch(own)
 

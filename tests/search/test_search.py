@@ -66,6 +66,16 @@ def test_it_finds_what_is_nearly_the_best_of_the_whole_space(name: str, new_dire
     assert sorted(shares)[len(shares) // 2] > 0.95
 
 
+def test_other_work_beside_the_first_trial_of_a_value_loses_it_not(new_directory: NewDirectory) -> None:
+    """A fused update gains a tenth here, and a trial at 40 % of its rate looks like one that is out of the race."""
+    scenario = SCENARIOS["language model"]
+    asked = SimulatedSearch(scenario.program, scenario.facts, new_directory(), budget_seconds=300.0)
+    asked.machine.busy_once = ({"optimizer_impl": "fused"}, 0.4)
+    outcome = asked.run()
+    assert asked.machine.busy_once is None
+    assert outcome.changes["optimizer_impl"] == "fused"
+
+
 def test_five_minutes_are_enough_for_a_language_model(new_directory: NewDirectory) -> None:
     facts = cuda_facts(batch_held=False, dataset_length=100_000, largest_batch_size=4096, parameter_bytes=498_000_000)
     scenario, best_rate = Scenario(AS_TIMED, facts, 300.0), 0.0
