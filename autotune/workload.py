@@ -351,11 +351,14 @@ class _LeavingNothing(SourceFileLoader):
 
 
 def _import_file(path: Path) -> ModuleType:
-    name = (
-        path.stem
-        if path.stem.isidentifier() and path.stem not in sys.modules
-        else f"autotune_user_{_hash_text(str(path))}"
-    )
+    """Under the name that a loader worker which is no fork finds it by too: its own, or the one that Python gives to the
+    script that it runs again there."""
+    name = path.stem
+    if not name.isidentifier() or name in sys.modules:
+        name = "__mp_main__"
+        sys.modules["__main__"].__file__ = str(path)
+    # A worker that imports it by its own name would write bytecode beside it.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     spec = importlib.util.spec_from_file_location(name, path, loader=_LeavingNothing(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

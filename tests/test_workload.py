@@ -65,10 +65,29 @@ def test_a_files_functions_are_loaded_with_what_lies_beside_it(tmp_path: Path) -
     assert not (tmp_path / "__pycache__" / "train.cpython-311.pyc").exists()
 
 
-def test_a_file_of_a_name_that_is_taken_or_is_none_is_loaded_all_the_same(tmp_path: Path) -> None:
+def test_a_file_of_a_name_that_is_taken_or_is_none_is_loaded_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "another.py", raising=False)
     for name in ("json.py", "my-train.py"):
         assert load_functions(workload_from_target(written(tmp_path, PLAIN, name))).model_fn() == "model"
     assert sys.modules["json"].__file__ != str(tmp_path / "json.py")
+
+
+@pytest.mark.parametrize("name", ["train.py", "my-train.py", "train.v2.py", "json.py"])
+def test_a_worker_that_is_no_fork_finds_what_the_file_defines(tmp_path: Path, name: str) -> None:
+    file = written(tmp_path, PLAIN, name)
+    script = (
+        "import json, multiprocessing, autotune.workload as w\n"
+        f"target = w.load_functions(w.workload_from_target({file!r})).data_fn\n"
+        "worker = multiprocessing.get_context('spawn').Process(target=target)\n"
+        "worker.start(), worker.join()\n"
+        "raise SystemExit(worker.exitcode)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    finished = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_a_module_is_found_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
