@@ -7,14 +7,16 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -259,7 +261,7 @@ def _handed_over(functions: dict[str, Callable[..., Any]]) -> Workload:
         names = {role: f"{function.__module__}:{function.__qualname__}" for role, function in functions.items()}
         return Workload("module", names["model_fn"].split(":")[0], names, None, search_path, source_hash)
     try:
-        payload = cloudpickle.dumps(functions)
+        payload = _pickled(functions)
     except Exception as error:  # user objects raise anything when they are pickled
         why = f"{type(error).__name__}: {error}"
         return _workload_from_main_script(functions, search_path, source_hash, why)
@@ -270,6 +272,27 @@ def _handed_over(functions: dict[str, Callable[..., Any]]) -> Workload:
     names = {role: getattr(function, "__name__", role) for role, function in functions.items()}
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Workload("value", main_file or "notebook", names, payload, search_path, source_hash)
+
+
+def _pickled(functions: dict[str, Callable[..., Any]]) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(functions)
+    return stream.getvalue()
+
+
+def _code_with_its_file(code: CodeType) -> tuple[Any, ...]:
+    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _made_code, (make, arguments, code.co_filename)
+
+
+def _made_code(make: Callable[..., CodeType], arguments: tuple[Any, ...], file: str) -> CodeType:
+    return make(*arguments).replace(co_filename=file)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of an untyped package
+    """Keeps which file code comes from, which cloudpickle leaves out: an error of the user's is told with its line."""
+
+    dispatch_table = ChainMap({CodeType: _code_with_its_file}, cloudpickle.Pickler.dispatch_table)
 
 
 def _places_of_modules(functions: dict[str, Callable[..., Any]]) -> list[str]:

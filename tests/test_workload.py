@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,18 @@ def test_closures_lambdas_and_partials_travel_by_value() -> None:
     assert loaded.data_fn() == 8
     assert loaded.loss_fn is not None
     assert loaded.loss_fn(1, 2) == 2
+
+
+def test_an_error_in_a_function_by_value_is_told_with_its_line() -> None:
+    def model_fn() -> int:
+        return [int(letter) for letter in "x"][0]
+
+    loaded = load_functions(workload_from_functions({"model_fn": model_fn, "data_fn": print}))
+    with pytest.raises(ValueError, match="invalid literal") as raised:
+        loaded.model_fn()
+    own = traceback.extract_tb(raised.value.__traceback__)[1:]
+    assert {frame.filename for frame in own} == {__file__}
+    assert own[0].line == 'return [int(letter) for letter in "x"][0]'
 
 
 def test_only_what_can_be_shown_is_kept_of_functions_by_value() -> None:
