@@ -8,11 +8,14 @@ from typing import Any
 
 from autotune.config import Value
 
+WARN_ONLY = "warn_only"
+"""Of deterministic algorithms."""
+
 _READ: Mapping[str, Callable[[Any], Value]] = {
     "float32_matmul_precision": lambda torch: torch.get_float32_matmul_precision(),
     "cudnn_allow_tf32": lambda torch: bool(torch.backends.cudnn.allow_tf32),
     "cudnn_benchmark_set": lambda torch: bool(torch.backends.cudnn.benchmark),
-    "deterministic_algorithms": lambda torch: torch.are_deterministic_algorithms_enabled(),
+    "deterministic_algorithms": lambda torch: _deterministic(torch),
     "torch_threads": lambda torch: torch.get_num_threads(),
     "default_dtype": lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
 }
@@ -35,7 +38,9 @@ def put_in_force(settings: Mapping[str, Value]) -> None:
         "float32_matmul_precision": torch.set_float32_matmul_precision,
         "cudnn_allow_tf32": lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
         "cudnn_benchmark_set": lambda value: setattr(torch.backends.cudnn, "benchmark", value),
-        "deterministic_algorithms": torch.use_deterministic_algorithms,
+        "deterministic_algorithms": lambda value: torch.use_deterministic_algorithms(
+            bool(value), warn_only=value == WARN_ONLY
+        ),
         "torch_threads": torch.set_num_threads,
         "default_dtype": lambda value: torch.set_default_dtype(getattr(torch, value)),
     }
@@ -43,6 +48,12 @@ def put_in_force(settings: Mapping[str, Value]) -> None:
         # While a server prepares, threads are told otherwise.
         if name == "torch_threads" or _read(torch, name) != value:
             write[name](value)
+
+
+def _deterministic(torch: Any) -> Value:
+    """A program that only wants to be warned may well have operations that are not deterministic."""
+    enabled = bool(torch.are_deterministic_algorithms_enabled())
+    return WARN_ONLY if enabled and torch.is_deterministic_algorithms_warn_only_enabled() else enabled
 
 
 def _read(torch: Any, name: str) -> Value | None:

@@ -29,10 +29,21 @@ def _settings_restored() -> Iterator[None]:
     put_in_force(before)
 
 
-def test_settings_that_differ_are_put_in_force() -> None:
-    assert settings_of_this_process().keys() == OTHERS.keys()
-    put_in_force(OTHERS)
-    assert settings_of_this_process() == OTHERS
+@pytest.mark.parametrize("deterministic", [True, "warn_only"])
+def test_settings_that_differ_are_put_in_force(deterministic: bool | str) -> None:
+    others = {**OTHERS, "deterministic_algorithms": deterministic}
+    assert settings_of_this_process().keys() == others.keys()
+    put_in_force(others)
+    assert settings_of_this_process() == others
+
+
+def test_who_wants_warnings_of_what_is_not_deterministic_gets_no_errors() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    wanted = settings_of_this_process()
+    torch.use_deterministic_algorithms(False)
+    put_in_force(wanted)
+    with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
 
 
 def test_where_torch_is_not_imported_nothing_was_set() -> None:
