@@ -102,6 +102,8 @@ def fork_problem(thread_count: int, silence_seconds: float) -> str | None:
 
     if torch.cuda.is_initialized():
         return "CUDA is used while the user's module is imported"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "a process group is made while the user's module is imported, and its threads are in no forked process"
     pid = fork()
     if pid == 0:
         _try_out(thread_count)

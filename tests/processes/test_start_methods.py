@@ -67,6 +67,19 @@ def test_parallel_operation_at_import(file_workload, request_for, children, tmp_
     assert "an interpreter of its own" in heard[0]
 
 
+PROCESS_GROUP_AT_IMPORT = """
+import torch.distributed
+from trial_behaviours import data_fn, model_fn
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+"""
+
+
+def test_a_process_group_at_import(file_workload, request_for, tmp_path):
+    with TrialPool(file_workload(PROCESS_GROUP_AT_IMPORT), tmp_path, entry=ENTRY) as pool:
+        assert start_method_of(pool.run(request_for("look_around"))) == "fresh"
+    assert "a process group is made while the user's module is imported" in pool.notes[0]
+
+
 def test_first_trial_silent(file_workload, request_for, tmp_path, monkeypatch):
     with TrialPool(file_workload(SILENT_WHEN_FORKED), tmp_path, entry=ENTRY) as pool:
         # The silent one alone is not waited for: the other imports torch meanwhile.
