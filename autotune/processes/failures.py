@@ -80,6 +80,8 @@ _NO_CUDA = re.compile(
     r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver|"
     r"torch\.cuda\.is_available\(\) is False"
 )
+WITHOUT_ARGUMENTS = "it reads arguments, of which a trial has none: give each a default, or read them in main() alone"
+
 _COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "triton")
 
 
@@ -125,8 +127,9 @@ def import_failure(error: BaseException, location: str) -> WorkloadError:
     where = f" ({origin.where})" if origin.where else ""
     ended = "called sys.exit" if isinstance(error, SystemExit) else "failed"
     message = f"importing {location} {ended} with {origin.type_name}: {_first_line(origin.message)}{where}"
-    if isinstance(error, SystemExit) and _is_of_argparse(error):
-        message += "; it reads arguments, of which a trial has none: give each a default, or read them in main() alone"
+    reads_it_itself = isinstance(error, IndexError) and "sys.argv" in origin.frames
+    if reads_it_itself or (isinstance(error, SystemExit) and _is_of_argparse(error)):
+        message += f"; {WITHOUT_ARGUMENTS}"
     elif isinstance(error, SystemExit):
         message += '; put what runs the script under `if __name__ == "__main__":`'
     if isinstance(error, ImportError) and "relative import" in origin.message:

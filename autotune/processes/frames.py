@@ -36,7 +36,7 @@ class Origin:
     def detail(self) -> str:
         """The frames and the exception's own line."""
         heading = "Traceback (the user's own frames):\n" if self.frames else ""
-        return f"{heading}{self.frames}{self.type_name}: {self.message}".rstrip()
+        return f"{heading}{self.frames}{self.type_name}{f': {self.message}' if self.message else ''}".rstrip()
 
 
 def origin_of(error: BaseException) -> Origin:

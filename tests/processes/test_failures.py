@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import sys
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.processes import failures
 from autotune.processes.failures import classify, import_failure
+from autotune.processes.frames import origin_of
 
 
 class OutOfResources(Exception):  # noqa: N818
@@ -326,3 +328,9 @@ def test_a_module_that_ends_the_process_is_told_about_the_guard():
     parser.add_argument("--data", required=True)
     told = str(import_failure(raised(lambda: parser.parse_args([])), "train.py"))
     assert told.endswith("of which a trial has none: give each a default, or read them in main() alone")
+    reads_it_itself = str(import_failure(raised(lambda: sys.argv[1000]), "train.py"))
+    assert reads_it_itself.endswith("of which a trial has none: give each a default, or read them in main() alone")
+
+
+def test_an_exception_that_says_nothing_is_told_by_its_name() -> None:
+    assert origin_of(KeyboardInterrupt()).detail == "KeyboardInterrupt"
