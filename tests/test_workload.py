@@ -86,7 +86,9 @@ def test_a_worker_that_is_no_fork_finds_what_the_file_defines(tmp_path: Path, na
         "raise SystemExit(worker.exitcode)"
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    finished = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False
+    )
     assert (finished.returncode, finished.stderr) == (0, "")
     assert os.listdir(tmp_path) == [name]
 

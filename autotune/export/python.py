@@ -160,7 +160,8 @@ class _Script:
         return [
             f'device = torch.device("{self.device}")',
             *(line for lines in self.lines for line in lines.process),
-            "model = model_fn().to(device)",
+            "model = model_fn()",
+            "model.to(device)",
             *(line for lines in self.lines for line in lines.model),
             f"optimizer = {made_optimizer}",
             *(["scheduler = scheduler_fn(optimizer)"] if "scheduler_fn" in self.roles else []),

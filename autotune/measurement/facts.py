@@ -6,7 +6,9 @@ import functools
 import hashlib
 import inspect
 import math
+import re
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +39,7 @@ from autotune.surgery.loaders import (
 )
 from autotune.surgery.optimizers import fixed_reason, variants
 from autotune.training.losses import describe_convention
-from autotune.training.training import Training
+from autotune.training.training import Training, tell_call
 from autotune.training.windows import Window, WindowLoader, fresh
 from autotune.workload import ROLES, UserFunctions
 
@@ -192,21 +194,29 @@ def _first_run(
     window: Window,
     loss_fn: Callable[..., Any] | None,
 ) -> tuple[float, float]:
-    """A loss_fn that fails is told how it is called, where it names its arguments otherwise."""
+    """A loss_fn that fails is told how it is called, where it names its arguments otherwise; and so is an optimizer that
+    wants a closure."""
     try:
         return run(training, window)
-    except (TypeError, AttributeError) as error:
-        names = _parameter_names(loss_fn)
-        if names and "model" not in names[0]:
-            error.add_note(f"loss_fn is called as loss_fn(model, batch), and is defined as loss_fn({', '.join(names)})")
+    except Exception as error:  # whatever the user's code raises
+        if loss_fn is not None and isinstance(error, (TypeError, AttributeError)):
+            tell_call(error, "loss_fn", loss_fn, *ARGUMENTS["loss_fn"])
+        if _lacks_closure(error, training.optimizer):
+            error.add_note("the optimizer is stepped without a closure, and one that needs it is not supported")
         raise
 
 
-def _parameter_names(function: Callable[..., Any] | None) -> list[str]:
-    try:
-        return [] if function is None else list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
+def _lacks_closure(error: Exception, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the user's own, whose signature lets the closure be left out, failed for want of it."""
+    if not re.search("closure|NoneType", str(error)):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(
+        frame.f_code.co_name == "step"
+        and frame.f_locals.get("self") is optimizer
+        and frame.f_locals.get("closure", optimizer) is None
+        for frame in frames
+    )
 
 
 def _refuse_metric(training: Training, window: Window, weight: float, *, steps: bool) -> None:

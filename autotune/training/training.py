@@ -66,7 +66,7 @@ class Training:
             config=config,
             device=device,
             global_batch_size=conditions.global_batch_size,
-            model=_made_model(functions).to(device),
+            model=_made_model(functions, device),
             compute_loss=self._own_loss,
             blocks=blocks,
         )
@@ -233,7 +233,7 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """Everything that training goes on from: model, optimizer, scheduler and scaler."""
         state: dict[str, Any] = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        if self.scheduler is not None:
+        if hasattr(self.scheduler, "state_dict"):  # one of the user's own needs no more than a `step`
             state["scheduler"] = self.scheduler.state_dict()
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
@@ -253,6 +253,17 @@ class Training:
             self.scaler.load_state_dict(state["scaler"])
 
 
+def tell_call(error: Exception, role: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Adds to an error of the user's function how that is called, where its first argument has another name."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return
+    if names and arguments[0] not in names[0]:
+        called = f"{role}({', '.join(arguments)})"
+        error.add_note(f"{role} is called as {called}, and is defined as {role}({', '.join(names)})")
+
+
 def _has_forward(model: nn.Module) -> bool:
     """A module that only trains by a method of its own has none."""
     return getattr(type(model), "forward", None) is not nn.Module.forward
@@ -262,7 +273,7 @@ def _present(hooks: Iterable[Hook | None]) -> list[Hook]:
     return [hook for hook in hooks if hook is not None]
 
 
-def _made_model(functions: UserFunctions) -> nn.Module:
+def _made_model(functions: UserFunctions, device: torch.device) -> nn.Module:
     model = functions.model_fn()
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -276,6 +287,7 @@ def _made_model(functions: UserFunctions) -> nn.Module:
         )
     if not any(parameter.requires_grad for parameter in parameters):
         raise WorkloadError("model_fn returned a model with no parameter that requires a gradient; nothing to train")
+    model.to(device)  # in place: a `to` of the user's own need not return the model
     return model
 
 
@@ -283,7 +295,11 @@ def _made_optimizer(functions: UserFunctions, model: nn.Module) -> torch.optim.O
     if functions.optimizer_fn is None:
         return torch.optim.AdamW(model.parameters())
     _refuse_an_optimizers_class(functions.optimizer_fn)
-    optimizer = functions.optimizer_fn(model)
+    try:
+        optimizer = functions.optimizer_fn(model)
+    except (TypeError, AttributeError) as error:
+        tell_call(error, "optimizer_fn", functions.optimizer_fn, "model")
+        raise
     if isinstance(optimizer, torch.optim.LBFGS) or _steps_with_arguments(optimizer):
         name = type(optimizer).__name__
         raise WorkloadError(f"optimizer_fn returned {name}, whose step needs a closure; that is not supported")

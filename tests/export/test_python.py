@@ -195,7 +195,8 @@ def test_a_script_for_a_gpu_has_every_part_of_the_step_in_order() -> None:
     ast.parse(script)
     in_order = [
         'device = torch.device("cuda")',
-        "model = model_fn().to(device)",
+        "model = model_fn()",
+        "model.to(device)",
         "optimizer = torch.optim.AdamW(model.parameters())",
         "scaler = torch.amp.GradScaler(device.type)",
         "torch.compile(compute_loss",

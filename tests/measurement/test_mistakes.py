@@ -169,3 +169,21 @@ def test_a_loss_that_takes_other_arguments_is_told_how_it_is_called() -> None:
     assert classify(caught.value, "compile").message.endswith(
         "(loss_fn is called as loss_fn(model, batch), and is defined as loss_fn(batch, model))"
     )
+
+
+class WithClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            return closure()
+
+
+def test_an_optimizer_that_wants_a_closure_is_told_that_it_gets_none() -> None:
+    functions = UserFunctions(model_fn, data_fn, loss_fn, lambda model: WithClosure(model.parameters()))
+    request = TrialRequest(
+        kind="facts", config=TrainingConfig({}), conditions=Conditions(device="cpu", global_batch_size=None)
+    )
+    with pytest.raises(TypeError) as caught:
+        read_facts(functions, request, lambda phase: None)
+    assert classify(caught.value, "compile").message.endswith(
+        "(the optimizer is stepped without a closure, and one that needs it is not supported)"
+    )

@@ -317,6 +317,21 @@ def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(precision:
     assert second.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
 
 
+def test_a_scheduler_of_the_users_own_needs_no_state() -> None:
+    class Halving:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.groups = optimizer.param_groups
+
+        def step(self) -> None:
+            for group in self.groups:
+                group["lr"] /= 2
+
+    saved, other = (built(program(scheduler_fn=Halving)) for _ in range(2))
+    saved.step(next(iter(saved.loader)))
+    other.load_state_dict(saved.state_dict())
+    assert other.optimizer.param_groups[0]["lr"] == 1e-3 / 2
+
+
 def test_a_state_of_another_configuration_keeps_this_ones_optimizer_flags() -> None:
     saved, other = built(program(), optimizer_impl="foreach"), built(program(), optimizer_impl="fused")
     saved.step(next(iter(saved.loader)))
@@ -495,6 +510,15 @@ def test_a_model_that_cannot_be_trained_is_an_error(model_fn: Any, text: str) ->
         built(program(model_fn))
 
 
+def test_a_model_may_move_without_returning_itself() -> None:
+    class Moving(nn.Linear):
+        def to(self, *places: Any) -> None:  # type: ignore[override]  # as some users write it
+            super().to(*places)
+
+    training = built(program(lambda: Moving(WIDTH, 1)))
+    assert training.step(next(iter(training.loader))).isfinite()
+
+
 def test_a_lazy_layer_that_has_its_shape_is_none_any_more() -> None:
     def model_fn() -> nn.Module:
         model = nn.Sequential(nn.LazyLinear(1))
@@ -519,6 +543,13 @@ def test_a_lazy_layer_that_has_its_shape_is_none_any_more() -> None:
 def test_an_optimizer_that_cannot_be_stepped_is_an_error(optimizer_fn: Any, text: str) -> None:
     with pytest.raises(WorkloadError, match=text):
         built(program(optimizer_fn=optimizer_fn))
+
+
+def test_an_optimizer_fn_that_expects_something_else_is_told_what_it_is_given() -> None:
+    with pytest.raises(TypeError, match="can only optimize Tensors") as raised:
+        built(program(optimizer_fn=lambda params: torch.optim.AdamW(params)))
+    said = "optimizer_fn is called as optimizer_fn(model), and is defined as optimizer_fn(params)"
+    assert raised.value.__notes__ == [said]
 
 
 @pytest.mark.parametrize(
