@@ -97,7 +97,7 @@ def workload_from_target(target: str) -> Workload:
     source = _read(path, target)
     names = _names_in_source(source, str(target), path.resolve().parent)
     if is_file:
-        return Workload("file", str(path.resolve()), names, None, search_path, _hash_text(source))
+        return Workload("file", str(_where_named(path)), names, None, search_path, _hash_text(source))
     return Workload(
         "module",
         target,
@@ -106,6 +106,11 @@ def workload_from_target(target: str) -> Workload:
         search_path,
         _hash_text(source),
     )
+
+
+def _where_named(path: Path) -> Path:
+    """As Python has it in a script's `__file__`: what lies beside a link is looked for there, and not where that leads."""
+    return path.parent.resolve() / path.name if ".." in path.parts else path.absolute()
 
 
 def workload_from_reference(reference: WorkloadReference) -> Workload:
@@ -135,7 +140,7 @@ def _renamed(reference: WorkloadReference) -> Workload:
     if reference.form == "file":
         path = Path(reference.location)
         source_hash = _hash_text(_read(path, reference.location))
-        return Workload("file", str(path), reference.names, None, (str(path.parent),), source_hash)
+        return Workload("file", str(path), reference.names, None, (str(path.resolve().parent),), source_hash)
     modules = [name.partition(":")[0] for _, name in sorted(reference.names.items())]
     texts = dict.fromkeys(_read(_module_file(module), module) for module in modules)
     source_hash = _hash_text("\n".join(texts))
@@ -331,7 +336,7 @@ def _workload_from_main_script(
             'call fit under `if __name__ == "__main__":` so that the script can be imported again'
         )
     names = {role: function.__qualname__ for role, function in functions.items()}
-    return Workload("file", str(Path(main_file).resolve()), names, None, search_path, source_hash)
+    return Workload("file", str(_where_named(Path(main_file))), names, None, search_path, source_hash)
 
 
 def load_functions(workload: Workload) -> UserFunctions:
@@ -377,7 +382,7 @@ def _import_file(path: Path) -> ModuleType:
     """Under the name that a loader worker which is no fork finds it by too: its own, or the one that Python gives to the
     script that it runs again there."""
     name = path.stem
-    if not name.isidentifier() or name in sys.modules:
+    if not name.isidentifier() or name in sys.modules or path.is_symlink():  # modules are looked for where it leads
         name = "__mp_main__"
         sys.modules["__main__"].__file__ = str(path)
     # A worker that imports it by its own name would write bytecode beside it.

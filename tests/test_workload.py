@@ -75,9 +75,12 @@ def test_a_file_of_a_name_that_is_taken_or_is_none_is_loaded_all_the_same(
     assert sys.modules["json"].__file__ != str(tmp_path / "json.py")
 
 
-@pytest.mark.parametrize("name", ["train.py", "my-train.py", "train.v2.py", "json.py"])
+@pytest.mark.parametrize("name", ["train.py", "my-train.py", "train.v2.py", "json.py", "linked.py"])
 def test_a_worker_that_is_no_fork_finds_what_the_file_defines(tmp_path: Path, name: str) -> None:
     file = written(tmp_path, PLAIN, name)
+    if name == "linked.py":
+        file = str(tmp_path / "train.py")
+        os.symlink(name, file)
     script = (
         "import json, multiprocessing, autotune.workload as w\n"
         f"target = w.load_functions(w.workload_from_target({file!r})).data_fn\n"
@@ -90,7 +93,26 @@ def test_a_worker_that_is_no_fork_finds_what_the_file_defines(tmp_path: Path, na
         [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False
     )
     assert (finished.returncode, finished.stderr) == (0, "")
-    assert os.listdir(tmp_path) == [name]
+    assert {*os.listdir(tmp_path)} == {name, os.path.basename(file)}
+
+
+def test_what_lies_beside_a_link_is_found_and_modules_where_it_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "another.py", raising=False)
+    for name in ("code", "run"):
+        (tmp_path / name).mkdir()
+    written(tmp_path / "code", "WORD = 'beside the file'\n", "beside_the_file.py")
+    (tmp_path / "run" / "settings.txt").write_text("beside the link")
+    source = "from beside_the_file import WORD\nfrom pathlib import Path\n" + PLAIN.replace(
+        '"data"', "WORD, (Path(__file__).parent / 'settings.txt').read_text()"
+    )
+    (tmp_path / "run" / "train.py").symlink_to(written(tmp_path / "code", source))
+    monkeypatch.chdir(tmp_path / "code")
+    workload = workload_from_target(os.path.join("..", "run", "train.py"))
+    assert workload.location == str(tmp_path / "run" / "train.py")
+    assert load_functions(workload).data_fn() == ("beside the file", "beside the link")
 
 
 def test_a_module_is_found_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,9 +287,11 @@ def _user_functions(reference: WorkloadReference) -> list[str]:
         ]
     names = ", ".join(sorted(name if name == role else f"{name} as {role}" for role, name in reference.names.items()))
     stem = path.stem
-    if stem.isidentifier() and stem not in sys.stdlib_module_names:
-        return [f"sys.path.insert(0, {str(path.parent)!r})", f"from {stem} import {names}"]
+    beside = f"sys.path.insert(0, {str(path.resolve().parent)!r})"  # as of a script that is named by a link
+    if stem.isidentifier() and stem not in sys.stdlib_module_names and not path.is_symlink():
+        return [beside, f"from {stem} import {names}"]
     return [
+        beside,
         f"spec = importlib.util.spec_from_file_location('user_program', {str(path)!r})",
         "user_program = sys.modules['user_program'] = importlib.util.module_from_spec(spec)",
         "spec.loader.exec_module(user_program)",

@@ -276,11 +276,18 @@ def test_functions_come_from_where_the_search_found_them(reference: WorkloadRefe
     assert [line for line in lines if line in expected] == expected
 
 
+@pytest.mark.parametrize("linked", [False, True])
 def test_a_file_whose_name_cannot_be_imported_is_loaded_by_its_path(
-    tmp_path: Path, driver: subprocess.Popen[str]
+    tmp_path: Path, driver: subprocess.Popen[str], linked: bool
 ) -> None:
     program = tmp_path / "my-program.py"
-    program.write_text((PROGRAMS / "bare.py").read_text())
+    (tmp_path / f"beside_{linked}.py").write_text("")
+    program.write_text(f"import beside_{linked}\n{(PROGRAMS / 'bare.py').read_text()}")
+    if linked:
+        (tmp_path / "links").mkdir()
+        link = tmp_path / "links" / "program.py"
+        link.symlink_to(program)
+        program = link
     recommendation, _ = recommendation_for(program, Conditions(device="cpu", global_batch_size=None))
     expected = losses_of_training(program, recommendation, recommendation.best.config)
     losses = losses_of_script(export(recommendation), tmp_path / "elsewhere", driver)
