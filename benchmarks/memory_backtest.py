@@ -1,11 +1,12 @@
 """Predicts each recorded peak of memory from those of two other batch sizes, as the search for ceilings does.
 
-    python benchmarks/memory_backtest.py [FILE.jsonl ...] [--out DIR]
+    python benchmarks/memory_backtest.py [FILE ...] [--out DIR]
 
-The files are recorded trials, by default all in `tests/data`. Trials and probes count together where the program and
-every knob that changes memory are the same, save the batch; where CUDA graphs hide what is allocated, reserved bytes are
-predicted. A peak is `max(constants, a + b * batch)`: the optimizer's own peak is the constant, and a line goes through
-the peaks of forward and backward of two batches, the largest of those below where there are two of them.
+The files are recorded trials (`.jsonl`) and tables (`.jsonl.gz`), by default all of a GPU in `tests/data`. Trials and probes
+count together where the program and every knob that changes memory are the same, save the batch; where CUDA graphs hide what
+is allocated, reserved bytes are predicted. A peak is `max(constants, a + b * batch)`: the optimizer's own peak is the
+constant, and a line goes through the peaks of forward and backward of two batches, the largest of those below where there
+are two of them.
 
 Prints a table and writes `DIR/memory_backtest.json`. Takes seconds and needs no GPU.
 """
@@ -18,7 +19,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from autotune.knobs.batch_size import micro_batches_per_step
 from autotune.knobs.compile_mode import CUDA_GRAPHS
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.processes.replay import RecordedTrial, read_trials
+from autotune.processes.table import read_table
 from autotune.records import MemoryMarks, WorkloadFacts
 from autotune.search.ceiling import APART, bytes_per_sample
 
@@ -78,7 +80,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200")
     arguments = parser.parse_args()
-    files = arguments.files or sorted(DATA.glob("**/*.jsonl"))
+    files = arguments.files or files_of_a_gpu()
     classes = recorded_peaks(files)
     backtests = {one: predictions(peaks) for one, peaks in classes.items() if len(peaks) >= FEWEST_SIZES}
     everything = [prediction for made in backtests.values() for prediction in made]
@@ -104,12 +106,25 @@ def main() -> int:
 # --- what was recorded ------------------------------------------------------------------------------------------------
 
 
+def files_of_a_gpu() -> list[Path]:
+    """All recordings in `tests/data` but the tables of a CPU, where memory is that of a whole process."""
+    return sorted([*DATA.glob("**/*.jsonl"), *DATA.glob("**/h200_*.jsonl.gz")])
+
+
+def recorded_in(path: Path) -> tuple[WorkloadFacts | None, Iterable[RecordedTrial]]:
+    """What is known of the program, and its trials."""
+    if path.suffix == ".gz":
+        table = read_table(path)
+        return table.head.workload, table.trials
+    trials = read_trials(path)
+    return next((trial.answer.facts for trial in trials if trial.answer.facts is not None), None), trials
+
+
 def recorded_peaks(files: Sequence[Path]) -> dict[MemoryClass, dict[int, Peak]]:
     """For each class of memory the peak of each batch size that ran: the median where it ran more than once."""
     marks: dict[MemoryClass, dict[int, list[MemoryMarks]]] = defaultdict(lambda: defaultdict(list))
     for path in files:
-        trials = read_trials(path)
-        facts = next((trial.answer.facts for trial in trials if trial.answer.facts is not None), None)
+        facts, trials = recorded_in(path)
         for trial in trials:
             seen = seen_memory(trial)
             if seen is not None:

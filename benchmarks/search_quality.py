@@ -4,9 +4,13 @@
 
 Every strategy searches every table with N seeds (20) and at most 15, 30 and 60 evaluations, from the baseline to the
 recommendation: trials outside the confirmation, memory probes and loader probes are counted; parity checks, confirmation
-and soak are not. What is recommended is worth the share that its rate, over all that was recorded of it, has of the best
-rate of a point that fits, trains the same and keeps the batch that is held. The course of the longest of the three runs,
-over evaluations and over the seconds that its trials took, is what would be recommended if it were stopped there.
+and soak are not. Then with budgets of 120, 180 and 300 s instead, as `autotune search --budget` has them: recorded seconds,
+with parity checks, confirmation and soak.
+
+What is recommended is worth the share that its rate, over all that was recorded of it, has of the best rate of a point that
+fits, trains the same and keeps the batch that is held. `alike` is the share of the pairs of seeds that recommend the same,
+or rates that differ by at most 1 %. The course of the longest of the runs by evaluations, over evaluations and over the
+seconds that its trials took, is what would be recommended if it were stopped there.
 
 Half of the seeds, and tables whose name contains `resnet50`, are looked at with `--final` alone, so that nothing is fitted
 to them. Prints a table; writes `DIR/search_quality.json` (DIR defaults to `benchmarks/results`) after each table, and
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -26,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -47,11 +53,14 @@ from autotune.search.study import Study
 from autotune.search.watcher import QuietWatcher
 
 EVALUATIONS = (15, 30, 60)
+LONGEST = f"{EVALUATIONS[-1]}"
+BUDGETS_SECONDS = (120.0, 180.0, 300.0)
 STRATEGIES: tuple[Strategy, ...] = ("staged", "tpe", "gp", "random")
 KEPT_FOR_THE_END = "resnet50"
 BUDGET_SECONDS = 600.0
-"""What a search is told that it has: the default of `autotune search`."""
+"""What a search is told that it has where evaluations are the limit: the default of `autotune search`."""
 WORKLOAD = "000000000000"
+ALIKE = 0.01
 MOST_GAPS = 4
 """Proposals that the table cannot answer, before one is taken at random of what it can."""
 
@@ -162,8 +171,8 @@ class Run:
     table: str
     strategy: Strategy
     seed: int
-    limit: int | None
-    """Evaluations that it was allowed; None where seconds were the limit."""
+    limit: str
+    """What it was allowed: evaluations, or seconds."""
     share: float
     speedup: float
     """Of what is recommended over the baseline, over all that was recorded of both."""
@@ -215,7 +224,7 @@ def replay(
         table=table.head.name,
         strategy=strategy,
         seed=seed,
-        limit=evaluations,
+        limit=limit_text(evaluations, seconds),
         share=truth.share(best),
         speedup=truth.rates.get(best, 0.0) / truth.rates[baseline],
         recommended=best.changes_from(baseline),
@@ -225,6 +234,11 @@ def replay(
         course=tuple(course.steps),
         hole=hole,
     )
+
+
+def limit_text(evaluations: int | None, seconds: float) -> str:
+    """As a table says it."""
+    return f"{evaluations}" if evaluations is not None else f"{seconds:.0f} s"
 
 
 def open_study(table: Table, space: TableSpace, directory: Path, strategy: Strategy, seed: int) -> Study:
@@ -255,7 +269,8 @@ class Asked:
     path: Path
     strategy: Strategy
     seed: int
-    evaluations: int
+    evaluations: int | None
+    seconds: float = BUDGET_SECONDS
 
 
 @cache
@@ -276,11 +291,13 @@ def searches(path: Path, strategies: Sequence[Strategy], seeds: int, *, final: b
     """All that are run on a table; before the end half of the seeds, and none on the table that is kept back."""
     if KEPT_FOR_THE_END in path.name and not final:
         return []
+    limits = [(evaluations, BUDGET_SECONDS) for evaluations in EVALUATIONS]
+    limits += [(None, seconds) for seconds in BUDGETS_SECONDS]
     return [
-        Asked(path, strategy, seed, limit)
+        Asked(path, strategy, seed, evaluations, seconds)
         for strategy in strategies
         for seed in range(seeds if final else (seeds + 1) // 2)
-        for limit in EVALUATIONS
+        for evaluations, seconds in limits
     ]
 
 
@@ -294,6 +311,7 @@ def run(asked: Asked) -> Run:
             strategy=asked.strategy,
             seed=asked.seed,
             evaluations=asked.evaluations,
+            seconds=asked.seconds,
         )
 
 
@@ -345,31 +363,46 @@ def main() -> int:
 
 
 def summary(runs: Sequence[Run]) -> list[str]:
-    """A line for each table, strategy and number of evaluations, and one over all tables where there are several."""
+    """A line for each table, strategy and limit, and one over all tables where there are several."""
     lines = [
-        "table              strategy  evaluations   >= 95 %  >= 98 %   median    worst  evaluated  seconds  refused holes"
+        "table              strategy        limit   >= 95 %  >= 98 %   median    worst   alike  evaluated  seconds  "
+        "refused holes"
     ]
     tables = list(dict.fromkeys(one.table for one in runs))
     for name in [*tables, *(["all"] if len(tables) > 1 else [])]:
         of_table = [one for one in runs if name in ("all", one.table)]
         for strategy in dict.fromkeys(one.strategy for one in of_table):
             of_strategy = [one for one in of_table if one.strategy == strategy]
-            for limit in sorted({one.limit for one in of_strategy if one.limit is not None}):
+            for limit in dict.fromkeys(one.limit for one in of_strategy):
                 group = [one for one in of_strategy if one.limit == limit]
-                lines.append(f"{name:18} {strategy:9} {limit:11}   {_figures(group)}")
+                lines.append(f"{name:18} {strategy:9} {limit:>11}   {_figures(group)}")
     return lines
 
 
 def _figures(group: Sequence[Run]) -> str:
     shares = [one.share for one in group]
     reached = [sum(share >= goal for share in shares) / len(shares) for goal in (0.95, 0.98)]
+    pairs = [pair for of_table in _by_table(group) for pair in itertools.combinations(of_table, 2)]
+    similar = f"{statistics.mean(alike(*pair) for pair in pairs):.0%}" if pairs else "-"
     evaluated = statistics.mean(one.evaluations for one in group)
     seconds = statistics.mean(one.seconds for one in group)
     holes = statistics.mean(one.holes for one in group)
     return (
-        f"{reached[0]:7.0%} {reached[1]:8.0%} {statistics.median(shares):8.1%} {min(shares):8.1%} {evaluated:10.1f} "
-        f"{seconds:8.0f} {holes:14.1f}"
+        f"{reached[0]:7.0%} {reached[1]:8.0%} {statistics.median(shares):8.1%} {min(shares):8.1%} {similar:>7} "
+        f"{evaluated:10.1f} {seconds:8.0f} {holes:14.1f}"
     )
+
+
+def _by_table(runs: Iterable[Run]) -> list[list[Run]]:
+    found: dict[str, list[Run]] = defaultdict(list)
+    for one in runs:
+        found[one.table].append(one)
+    return list(found.values())
+
+
+def alike(one: Run, other: Run) -> bool:
+    """Whether two searches recommend the same, or what runs as fast to within 1 %."""
+    return one.recommended == other.recommended or abs(one.share - other.share) <= ALIKE * max(one.share, other.share)
 
 
 def write_result(path: Path, arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
@@ -391,7 +424,7 @@ def write_result(path: Path, arguments: argparse.Namespace, runs: Sequence[Run])
 def described(one: Run) -> dict[str, Any]:
     """A run as JSON."""
     content = {**vars(one), "share": round(one.share, 4), "speedup": round(one.speedup, 3)}
-    steps = one.course if one.limit == EVALUATIONS[-1] else ()
+    steps = one.course if one.limit == LONGEST else ()
     content["course"] = [[step.evaluations, round(step.seconds, 1), round(step.share, 4)] for step in steps]
     return content
 
@@ -407,7 +440,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     figure = Figure(figsize=(10, 3 * len(tables)), layout="constrained")
     panels = figure.subplots(len(tables), 2, squeeze=False, sharey=True)
     for row, name in zip(panels, tables, strict=True):
-        longest = [one for one in runs if one.table == name and one.limit == EVALUATIONS[-1]]
+        longest = [one for one in runs if one.table == name and one.limit == LONGEST]
         for strategy in dict.fromkeys(one.strategy for one in longest):
             courses = [one.course for one in longest if one.strategy == strategy]
             for panel, along in zip(row, ("evaluations", "seconds"), strict=True):
