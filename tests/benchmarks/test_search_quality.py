@@ -33,8 +33,8 @@ from tests.processes.simulated_table import LANGUAGE_MODEL, simulated_table
 from tests.search.simulated_programs import SCENARIOS
 
 TABLES = sorted((Path(__file__).parents[1] / "data" / "tables").glob("*.jsonl.gz"))
-UNFINISHED = {"h200_gpt2": (106, 108), "h200_small": (83, 120)}
-"""Tables that lack points, with how many they have, and are to have."""
+UNFINISHED = {"h200_gpt2": (104, 108), "h200_small": (76, 120)}
+"""Tables that lack points, or the parity check of some, with how many can be searched, and how many are meant."""
 TABLE, SIMULATED = simulated_table()
 FEW = {"precision": ("as_is", "bf16"), "num_workers": (0, 2)}
 COMPILED_BF16 = {"precision": "bf16", "compile_mode": "default", "compile_scope": "step"}
@@ -128,7 +128,7 @@ def test_recorded_tables_are_whole_and_can_be_searched(path: Path, empty_study: 
     space = table_space(table)
     points, planned = len(space.points), table.head.planned_points
     assert (points, planned) == UNFINISHED.get(table.head.name, (planned, planned))
-    assert not space.unchecked
+    assert not space.unchecked or table.head.name in UNFINISHED
     assert path.stat().st_size < 400 * 1024
     found = replay(table, empty_study(table), seed=0, evaluations=15)
     assert found.hole == ""
@@ -136,12 +136,15 @@ def test_recorded_tables_are_whole_and_can_be_searched(path: Path, empty_study: 
 
 
 def test_a_table_of_figures_for_each_strategy() -> None:
-    runs = [a_run(share, limit) for share in (0.9, 0.96, 1.0, 0.99) for limit in EVALUATIONS]
+    runs = [
+        a_run(share, limit, recommended={"num_workers": share})
+        for share in (0.9, 0.96, 1.0, 0.992)
+        for limit in EVALUATIONS
+    ]
     lines = summary(runs)
     assert len(lines) == 1 + len(EVALUATIONS)
-    assert lines[2].split()[:7] == ["simulated", "staged", "30", "75%", "50%", "97.5%", "90.0%", "100%"]
-    apart = summary([a_run(share, recommended={"num_workers": share}) for share in (0.9, 0.96, 0.965, 1.0)])
-    assert apart[1].split()[7] == "17%", "one pair of six"
+    figures = ["75%", "50%", "97.6%", "90.0%", "17%"]  # 1.0 and 0.992 are alike: one pair of six
+    assert lines[2].split()[:8] == ["simulated", "staged", "30", *figures]
     both = summary([*runs, *(a_run(0.5, limit, table="another") for _ in range(4) for limit in EVALUATIONS)])
     assert both[-2].split()[:5] == ["all", "staged", "30", "38%", "25%"]
 
