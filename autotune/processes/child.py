@@ -6,6 +6,7 @@ either entered in a fork of the server or, through `main`, in an interpreter of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -17,10 +18,12 @@ import pickle
 import resource
 import signal
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from typing import NoReturn
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 from autotune.machine import available_memory_bytes
 from autotune.processes import sockets, system_memory
@@ -68,6 +71,8 @@ def set_apart(order: TrialOrder, server: int) -> None:
     os.environ[STARTED_VARIABLE] = repr(time.monotonic())
     os.environ[START_METHOD_VARIABLE] = order.start_method
     os.setsid()
+    for directory in _temporary_directories():
+        directory.detach()  # the server's, which further trials need, whatever becomes of our copies
     signal_at_parents_death(signal.SIGKILL, server)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -126,9 +131,20 @@ def _load_after_torch(order: TrialOrder) -> UserFunctions:
 
 
 def leave() -> NoReturn:
-    """Ends the process without running what others have registered for its end: a thread of theirs may never finish."""
+    """Ends the process without running what others have registered for its end: a thread of theirs may never finish. Save
+    that temporary directories go, of which each trial may have one."""
+    for directory in _temporary_directories():
+        with contextlib.suppress(OSError):
+            directory()
     flush_streams()
     os._exit(0)
+
+
+def _temporary_directories() -> list[weakref.finalize[Any, Any]]:
+    """What removes those that the user's code has made, and Python's own end would."""
+    all_of_them: Iterable[weakref.finalize[Any, Any]] = weakref.finalize._registry  # type: ignore[attr-defined]
+    held = [(finalizer, finalizer.peek()) for finalizer in list(all_of_them)]
+    return [finalizer for finalizer, of in held if of and issubclass(type(of[0]), tempfile.TemporaryDirectory)]
 
 
 def fail(error: BaseException) -> NoReturn:

@@ -220,3 +220,34 @@ def test_a_trial_is_cheap(pool, request_for):
         return time.monotonic() - imported < imported - began
 
     assert holds(three_take_less_than_importing_torch)
+
+
+TEMPORARY_DIRECTORIES = """
+import os
+import tempfile
+from trial_behaviours import data_fn
+import trial_behaviours
+
+DATA = tempfile.TemporaryDirectory(dir={at!r})
+KEPT = []
+
+def model_fn():
+    global DATA
+    KEPT.append(tempfile.TemporaryDirectory(dir={at!r}))
+    assert len(os.listdir({at!r})) == 2
+    assert os.path.isdir(DATA.name)
+    DATA = None
+    return trial_behaviours.model_fn()
+"""
+
+
+@pytest.mark.parametrize("behaviour", ["look_around", "raise_error"])
+def test_temporary_directories_are_removed(file_workload, request_for, tmp_path, behaviour):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    with TrialPool(file_workload(TEMPORARY_DIRECTORIES.format(at=str(place))), tmp_path, entry=ENTRY) as pool:
+        for _ in range(2):  # the second finds what the import made
+            failure = pool.run(request_for(behaviour)).failure
+            assert failure is None or "temporary" not in failure.detail, failure
+        assert len(list(place.iterdir())) == 1
+    assert list(place.iterdir()) == []
