@@ -12,11 +12,11 @@ import os
 import pickle
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -329,7 +329,7 @@ def _workload_from_main_script(
 ) -> Workload:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     simple = all("<" not in getattr(f, "__qualname__", "<") and f.__module__ == "__main__" for f in functions.values())
-    guarded = main_file is not None and "__main__" in Path(main_file).read_text(encoding="utf-8", errors="replace")
+    guarded = main_file is not None and _is_guarded(Path(main_file))
     if main_file is None or not simple or not guarded:
         raise WorkloadError(
             f"the functions cannot be sent to a trial process ({reason}). Put them into a module and import them, or "
@@ -337,6 +337,11 @@ def _workload_from_main_script(
         )
     names = {role: function.__qualname__ for role, function in functions.items()}
     return Workload("file", str(_where_named(Path(main_file))), names, None, search_path, source_hash)
+
+
+def _is_guarded(script: Path) -> bool:
+    """Whether it may be run again without starting what it starts."""
+    return script.is_file() and "__main__" in script.read_text(encoding="utf-8", errors="replace")
 
 
 def load_functions(workload: Workload) -> UserFunctions:
@@ -360,6 +365,7 @@ def _imported(workload: Workload) -> UserFunctions:
     if workload.form == "value":
         assert workload.payload is not None
         loaded: dict[str, Callable[..., Any]] = pickle.loads(workload.payload)
+        _stand_for_script(workload.location, loaded.values())
         return UserFunctions(**loaded)
     if workload.form == "file":
         module = _import_file(Path(workload.location))
@@ -369,6 +375,19 @@ def _imported(workload: Workload) -> UserFunctions:
         module_name, _, qualified = full_name.partition(":")
         found[role] = _attribute(importlib.import_module(module_name), qualified, workload)
     return UserFunctions(**found)
+
+
+def _stand_for_script(location: str, functions: Iterable[Callable[..., Any]]) -> None:
+    """Makes this process's main module the script that they come from, for a loader worker that is no fork: it runs the
+    script again, as it would for the user's own process, and is told by name what else it needs, such as a data set."""
+    if not location.endswith(".py") or not _is_guarded(Path(location)):
+        return
+    main = sys.modules["__main__"]
+    main.__file__ = location
+    for function in functions:
+        for name, thing in list(getattr(function, "__globals__", {}).items()):
+            if isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__":
+                setattr(main, name, thing)
 
 
 class _LeavingNothing(SourceFileLoader):

@@ -381,6 +381,32 @@ def test_functions_of_a_script_travel_by_value(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[1] == "data"
 
 
+def test_a_worker_that_is_no_fork_finds_what_the_script_defines(tmp_path: Path) -> None:
+    script = """
+import multiprocessing, pickle, subprocess, sys
+from autotune.workload import workload_from_functions
+
+class Data:
+    def read(self): return 1
+
+def data_fn(): return Data()
+
+TRIAL = '''
+import multiprocessing, pickle, sys
+from autotune.workload import load_functions
+data = load_functions(pickle.load(sys.stdin.buffer)).data_fn()
+worker = multiprocessing.get_context("spawn").Process(target=data.read)
+worker.start(), worker.join()
+sys.exit(worker.exitcode)
+'''
+
+if __name__ == "__main__":
+    workload = workload_from_functions({"model_fn": lambda: 1, "data_fn": data_fn})
+    subprocess.run([sys.executable, "-c", TRIAL], input=pickle.dumps(workload), check=True)
+"""
+    assert run_script(tmp_path, script).stderr == ""
+
+
 def test_where_that_fails_a_script_with_a_guard_is_imported_again(tmp_path: Path) -> None:
     result = run_script(tmp_path, SCRIPT.format(guard='if __name__ == "__main__":'))
     assert result.stdout.splitlines() == [
