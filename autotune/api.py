@@ -28,12 +28,12 @@ from autotune.records import (
 from autotune.result import TuningResult, load
 from autotune.scratch import scratch
 from autotune.search.changes import changes_since
+from autotune.search.confirm import fewest_seconds
 from autotune.search.memory import find_ceiling
 from autotune.search.preview import preview
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
 from autotune.search.session import Session
-from autotune.search.study import stored_records
 from autotune.search.verify import verify as verify_recommendation
 from autotune.search.watcher import CallbackFailed, CallingWatcher, QuietWatcher, SearchWatcher
 from autotune.sessions import OpenedSession, open_session, read_facts
@@ -43,8 +43,8 @@ from autotune.workload import ROLES, Workload, workload_from_functions
 __all__ = ["check", "fit", "load", "memory", "open_study", "search", "verify", "verify_workload"]
 
 RESULT_NAME = "best.json"
-FEWEST_TRIALS = 3
-"""A budget must hold so many measurements of the baseline, or there is no time to find and confirm anything."""
+AMPLE = 3
+"""A budget that would do holds so many times the least that a search does."""
 
 
 def fit(
@@ -201,13 +201,11 @@ def _searched(opened: OpenedSession, began: float) -> TuningResult:
 def _run(started: Search, began: float) -> None:
     started.begin()
     session = started.session
-    baseline = session.baseline_trial()
-    assert baseline is not None
     # Where the user's program fits at no batch, what makes it fit is an answer, however little time is left.
     is_answer = bool(session.results().reference_settings)
-    too_little = session.budget.left() < FEWEST_TRIALS * baseline.seconds and not is_answer
-    if too_little and not _was_searched(session):
-        needed = time.monotonic() - began + 3 * FEWEST_TRIALS * baseline.seconds
+    fewest = fewest_seconds(session)
+    if session.budget.left() < fewest and not is_answer and not _was_searched(session):
+        needed = time.monotonic() - began + AMPLE * fewest
         raise UserError(
             f"a budget of {session.budget.seconds:.0f} s is too small: measuring your own program took "
             f"{time.monotonic() - began:.0f} s. Give at least --budget {needed:.0f}s (budget={needed:.0f}); the measurement "
@@ -312,6 +310,8 @@ def open_study(directory: Path) -> tuple[Recommendation | None, list[Trial], lis
 
     Raises `UserError` where it holds no study.
     """
+    from autotune.search.study import stored_records  # and Optuna with it, which a search imports later
+
     trials, probes = stored_records(directory)
     saved = directory / RESULT_NAME
     return (load(saved).recommendation if saved.is_file() else None), trials, probes

@@ -403,7 +403,7 @@ class SoakResult(Record):
     growth_bytes_per_step: float
     allocator_retries: int
     last_samples_per_second: float | None = None
-    """In the last third of it."""
+    """In the last third of it, what it waited for a core that other work had left out."""
     lost_gradients: tuple[str, ...] = ()
     """Parameters that had a gradient when it began and have none at its end."""
     findings: tuple[str, ...] = ()

@@ -29,10 +29,8 @@ from autotune.records import (
 )
 from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
-from autotune.search.pace import pace_for
-from autotune.search.proposals import sampler_of
+from autotune.search.pace import FEWEST_STARTS, pace_for
 from autotune.search.session import Session
-from autotune.search.study import Study, workload_identity
 from autotune.search.tables import DirectoryLock, refuse_unusable
 from autotune.search.watcher import SearchWatcher
 from autotune.space import SearchSpace, build_space, preset_objective, refuse_unknown
@@ -68,6 +66,11 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
         if not options.fresh:
             refuse_unusable(options.study)
         pool = resources.enter_context(_pool(workload, options, watcher, machine))
+        if budget.left() < FEWEST_STARTS * budget.elapsed():
+            pool.spare_the_compiler()  # the session will hurry, and has no time for a compilation
+        from autotune.search.proposals import sampler_of
+        from autotune.search.study import Study, workload_identity
+
         watcher.stage("baseline", "one step of your program")
         facts = _facts(pool, machine, conditions, options)
         space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
@@ -136,6 +139,10 @@ def _pool(
     directory.chmod(0o700)  # what trials print and answer is nobody else's business
     pool = TrialPool(workload, directory, warm_compiler=warm_compiler, gpu_used_bytes=used, on_note=watcher.note)
     try:
+        pool.begin()
+        # Optuna, whose import takes about half a second: beside that of torch.
+        import autotune.search.study  # noqa: F401
+
         pool.start()
         yield pool
     finally:

@@ -45,11 +45,17 @@ def rate(samples: Sequence[float], seconds: Sequence[float], confidence: float =
 
 
 def warmed_up(block_rates: Sequence[float]) -> bool:
-    """Whether the last two blocks agree within `WARM_AGREEMENT`. One block alone never does."""
+    """Whether the last two blocks agree within `WARM_AGREEMENT`, or lie between the slowest and the fastest before them:
+    what gets faster, or slower, leaves that range, and what other work disturbs goes to and fro in it and never agrees.
+    One block alone is not enough."""
     if len(block_rates) < 2:
         return False
     slower, faster_one = sorted(block_rates[-2:])
-    return slower > 0 and slower >= (1 - WARM_AGREEMENT) * faster_one
+    if slower <= 0:
+        return False
+    earlier = block_rates[:-2]
+    is_within = bool(earlier) and min(earlier) <= slower and faster_one <= max(earlier)
+    return is_within or slower >= (1 - WARM_AGREEMENT) * faster_one
 
 
 OUT_OF_THE_RACE = 0.7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,15 @@ from autotune.errors import UserError
 from autotune.machine import read_machine_facts
 from autotune.options import SearchOptions
 from autotune.processes.pool import TrialPool
-from autotune.records import Conditions, TrialRequest
+from autotune.records import Conditions, TrialAnswer, TrialRequest
+from autotune.search.search import Search
 from autotune.search.study import stored_records
 from autotune.search.watcher import QuietWatcher
 from autotune.workload import workload_from_target
+from tests.knobs.search_facts import cpu_facts
 from tests.running_search import TINY_PROGRAM
+from tests.search.simulated_machine import Program
+from tests.search.simulated_search import SimulatedSearch
 
 WITHOUT_GUARD = (
     "import time\nbegan = time.monotonic()\nimport autotune\n"
@@ -217,6 +222,55 @@ def test_a_budget_that_holds_no_search_says_what_would(tmp_path: Path) -> None:
     assert told.endswith("the measurement is kept")
     trials, _ = stored_records(tmp_path / "here")
     assert len(trials) == 1
+
+
+def test_what_is_left_is_enough_where_a_candidate_and_a_round_fit(tmp_path: Path) -> None:
+    """Of 42 s a busy machine took 6.5 to start and 10 for the baseline, which three more of would not fit."""
+    program = Program(
+        sample_seconds=0.002, sample_speedups={("precision", "bf16"): 3.0}, start_seconds=7.0, block_spread=0.3
+    )
+    search = SimulatedSearch(
+        program, cpu_facts(batch_size=16, usable_cores=2), tmp_path, budget_seconds=42.0, started_seconds=6.5
+    )
+    session = search.session()
+    try:
+        api._run(Search(session), time.monotonic())
+    finally:
+        session.study.close()
+    baseline = session.baseline_trial()
+    assert baseline is not None
+    assert 42.0 - 6.5 - baseline.seconds < 3 * baseline.seconds
+    assert {trial.config for trial in session.trials if trial.measurement is not None} > {session.baseline}
+    assert session.budget.elapsed() < 1.15 * 42.0
+
+
+@pytest.mark.parametrize(("budget_seconds", "spared"), [(600.0, False), (1e-6, True)])
+def test_a_search_that_has_no_time_to_compile_imports_no_compiler(
+    budget_seconds: float, spared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    class Pool(TrialPool):
+        def begin(self) -> None:
+            """Starts nothing."""
+
+        def start(self) -> None:
+            """Nothing is there to wait for."""
+
+        def spare_the_compiler(self) -> None:
+            """Noted."""
+            told.append("spared")
+
+        def run(self, *_: object, **__: object) -> TrialAnswer:
+            """Ends the search."""
+            raise UserError("enough")
+
+    (tmp_path / "tiny.py").write_text(TINY_PROGRAM)
+    monkeypatch.setattr(sessions, "TrialPool", Pool)
+    options = SearchOptions(device="cpu", study=tmp_path / "here", budget_seconds=budget_seconds)
+    with pytest.raises(UserError, match="enough"):
+        api.search(workload_from_target(str(tmp_path / "tiny.py")), options, QuietWatcher())
+    assert bool(told) == spared
 
 
 # --- check and memory -------------------------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ def test_import_autotune_brings_in_nothing_heavy() -> None:
     assert loaded_after("import autotune", "torch", "optuna", "rich", "numpy", "pydantic") == []
 
 
+def test_optuna_is_not_waited_for_before_a_server_begins_to_import_torch() -> None:
+    assert loaded_after("import autotune.api", "optuna", "sqlalchemy") == []
+
+
 def test_help_brings_in_no_torch() -> None:
     statements = "from autotune.cli import main\ntry: main(['--help'])\nexcept SystemExit as end: assert not end.code"
     assert loaded_after(statements, "torch", "optuna", "rich") == []

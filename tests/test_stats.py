@@ -116,9 +116,16 @@ def test_the_interval_of_a_rate_holds_the_truth_as_often_as_it_says() -> None:
         ([10.0, 50.0, 100.0, 101.0], True),
         ([100.0, 100.0, 50.0], False),
         ([0.0, 0.0], False),
+        ([100.0, 80.0, 120.0, 90.0, 110.0], True),
+        ([80.0, 120.0, 90.0], False),
+        ([40.0, 60.0, 80.0, 100.0], False),
+        ([100.0, 80.0, 60.0, 40.0], False),
+        ([0.0, 100.0, 0.0, 50.0], False),
     ],
 )
-def test_warm_means_that_the_last_two_agree(rates: list[float], expected: bool) -> None:
+def test_warm_means_that_the_last_two_agree_or_go_to_and_fro_as_those_before(
+    rates: list[float], expected: bool
+) -> None:
     assert warmed_up(rates) is expected
 
 

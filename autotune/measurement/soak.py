@@ -14,6 +14,7 @@ from torch import nn
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, synchronize
 from autotune.measurement.compilation import compile_counts
+from autotune.measurement.cores import CoreWaits
 from autotune.measurement.measure import PhaseReport, Running, started
 from autotune.measurement.samples import check_workers
 from autotune.memory_margin import leak
@@ -28,6 +29,8 @@ from autotune.workload import UserFunctions
 
 STEADY_SHARE = 0.85
 """The last third of the soak runs at least at this share of the first third's rate."""
+LEAST_RUN_SHARE = 0.1
+"""Of a block, what is taken to have run, however long some thread waited for a core."""
 WAITED_SHARE = 0.5
 """The loader is behind a fall where waiting for it explains so much of the time that was lost."""
 NOT_FINITE_BLOCKS = 3
@@ -45,6 +48,8 @@ class _Course:
     clock: BlockClock
     waited_seconds: list[float] = field(default_factory=list)
     """In each block, for the loader."""
+    starved_seconds: list[float] = field(default_factory=list)
+    """In each block, for a core that other work had."""
     losses: list[float] = field(default_factory=list)
     fewest_samples: int = 0
     """In one step."""
@@ -55,12 +60,22 @@ class _Course:
         """Seconds per sample in the first and in the last third of the blocks."""
         return _thirds(self.clock.seconds, self.clock.samples)
 
+    def unhindered_thirds(self) -> tuple[float, float]:
+        """The same without what was spent waiting for a core."""
+        blocks = zip(self.clock.seconds, self.starved_seconds, strict=True)
+        # The thread that waited most may be another one than that which all wait for.
+        ran = [max(seconds - starved, LEAST_RUN_SHARE * seconds) for seconds, starved in blocks]
+        return _thirds(ran, self.clock.samples)
+
     def fall(self) -> str:
         """What is found of a rate that falls; empty where it holds."""
         first, last = self.thirds()
         if first >= STEADY_SHARE * last:
             return ""
         found = f"throughput fell from {format_rate(1 / first)} to {format_rate(1 / last)} samples/s while it ran"
+        unhindered_first, unhindered_last = self.unhindered_thirds()
+        if unhindered_first >= STEADY_SHARE * unhindered_last:
+            return f"{found}: other work on this machine had its cores"
         waited_first, waited_last = _thirds(self.waited_seconds, self.clock.samples)
         if waited_last - waited_first >= WAITED_SHARE * (last - first):
             found += ": the loader did not keep up"
@@ -113,7 +128,7 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
         samples_per_second=value,
         interval=interval,
         block_count=len(course.clock.seconds),
-        last_samples_per_second=1 / course.thirds()[1],
+        last_samples_per_second=1 / course.unhindered_thirds()[1],
         growth_bytes_per_step=growth,
         allocator_retries=retries,
         lost_gradients=lost,
@@ -130,6 +145,7 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
     steps_in_pass = training.loader.steps_in_pass() or 0
     goal_seconds = request.block_seconds * request.maximum_blocks
     waited, loss = 0.0, torch.tensor(running.first_loss)
+    cores = CoreWaits()
 
     def step() -> tuple[int, None]:
         nonlocal waited, loss
@@ -147,6 +163,7 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         course.steps += course.clock.steps[-1]
         meter.note_live(course.steps)
         course.waited_seconds.append(waited)
+        course.starved_seconds.append(cores.since_last())
         course.losses.append(float(loss))
         _check_finite(course, training)
 

@@ -71,6 +71,8 @@ class TrialPool:
         self._fork_proven = False
         self._started_threads = False
         self._servers: dict[tuple[tuple[str, str], ...], ServerProcess] = {}
+        self._begun: ServerProcess | None = None
+        """The first server, which nobody has waited for yet."""
         self._process_count = _last_count(directory)
 
     def __enter__(self) -> TrialPool:
@@ -82,12 +84,24 @@ class TrialPool:
     ) -> None:
         self.close()
 
+    def begin(self) -> None:
+        """Starts the first server, which imports torch and the user's module beside what is done until `start`."""
+        self._begun = ServerProcess({}, self._directory / "server.log")
+        self._begun.begin(self._hello())
+
     def start(self) -> None:
-        """Imports the user's module in the first server. Raises WorkloadError where that fails."""
+        """Waits until the first server has imported the user's module. Raises WorkloadError where that fails."""
         self._server({})
+
+    def spare_the_compiler(self) -> None:
+        """The compiler is not imported before it is needed: where time is short, importing it takes seconds of that."""
+        self._warm_compiler = False
 
     def close(self) -> None:
         """Ends every process that the pool has started; harmless when called twice."""
+        if self._begun is not None:
+            self._begun.stop()
+            self._begun = None
         while self._servers:
             _, server = self._servers.popitem()
             server.stop()
@@ -143,7 +157,10 @@ class TrialPool:
         key = tuple(sorted(environment.items()))
         if key in self._servers:
             return self._servers[key]
-        server = ServerProcess(environment, self._directory / "server.log")
+        if not key and self._begun is not None:
+            server, self._begun = self._begun, None
+        else:
+            server = ServerProcess(environment, self._directory / "server.log")
         self._servers[key] = server
         try:
             ready = server.prepare(self._hello(), self._on_note)
@@ -160,7 +177,6 @@ class TrialPool:
         return Hello(
             self._workload,
             self._start_method,
-            self._warm_compiler,
             self._entry,
             self._silence_seconds,
         )
@@ -186,7 +202,7 @@ class TrialPool:
         ending = Ending(str(stem.with_suffix(".log")), stem.with_suffix(".json"))
         kills_before = system_memory.oom_kills()
         try:
-            server.send(StartTrial(request, ending.output_path, str(ending.result_path)))
+            server.send(StartTrial(request, ending.output_path, str(ending.result_path), self._warm_compiler))
             self._follow(server, request.timeouts, ending, on_phase)
             self._end(server, ending)
         except EOFError:
@@ -226,7 +242,7 @@ class TrialPool:
 
     def _end(self, server: ServerProcess, ending: Ending) -> None:
         """Has everything killed that is left of the trial. A server that does not manage is given up."""
-        server.send(EndTrial(show_where=ending.timeout_phase is not None))
+        server.send(EndTrial(self._warm_compiler, show_where=ending.timeout_phase is not None))
         deadline = time.monotonic() + _END_SECONDS
         while True:
             try:

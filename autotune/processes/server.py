@@ -183,13 +183,14 @@ class Server:
             self._start(message, hello)
         elif isinstance(message, EndTrial):
             self._end(message)
-            self._import_compiler(hello)  # while the orchestrator opens its study, and nothing runs that is timed
+            if message.warm_compiler:  # while the orchestrator opens its study, and nothing runs that is timed
+                self._import_compiler(hello)
         else:
             raise AssertionError(f"the orchestrator sent {message!r}")
 
     def _start(self, message: StartTrial, hello: Hello) -> None:
         assert self._trial is None, "one trial at a time"
-        if message.request.kind != "facts":  # a look at the program, with which a search begins, need not wait for it
+        if message.warm_compiler and message.request.kind != "facts":
             self._import_compiler(hello)
         self._prepare_compiler(message.request)
         order = TrialOrder(
@@ -212,7 +213,7 @@ class Server:
 
     def _import_compiler(self, hello: Hello) -> None:
         """Once, where trials are forked, never beside one: what compiles nothing by itself may be tried compiled."""
-        if not self._compiler_imported and hello.start_method == "fork" and hello.warm_compiler:
+        if not self._compiler_imported and hello.start_method == "fork":
             import_compiler()
             self._compiler_imported = True
 

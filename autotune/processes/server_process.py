@@ -74,15 +74,21 @@ class ServerProcess:
         """The server's process id."""
         return self._process.pid
 
+    def begin(self, hello: Hello) -> None:
+        """Has it begin to import the user's module; `prepare` waits for that."""
+        self._importing = True
+        with contextlib.suppress(EOFError):  # `prepare` finds it gone, and says how it ended
+            self.send(hello)
+
     def prepare(self, hello: Hello, on_progress: Callable[[str], None]) -> Ready:
         """Has it import the user's module. Raises WorkloadError where that fails, in whichever way.
 
         `on_progress` is told in a sentence, again and again, where it takes long.
         """
         location = hello.workload.location
-        self._importing = True
+        if not self._importing:
+            self.begin(hello)
         try:
-            self.send(hello)
             answer = self._prepared(location, on_progress)
             self._importing = False
         except TimeoutError:

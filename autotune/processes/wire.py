@@ -46,7 +46,6 @@ class Hello:
 
     workload: Workload
     start_method: StartMethod
-    warm_compiler: bool
     entry: str
     silence_seconds: float
     """How long the fork that is tried out before the first trial may take."""
@@ -59,12 +58,16 @@ class StartTrial:
     request: TrialRequest
     output_path: str
     result_path: str
+    warm_compiler: bool
+    """Import the compiler before, once for all forks; not before a look at the program, with which a search begins."""
 
 
 @dataclass(frozen=True)
 class EndTrial:
     """Kill whatever is left of the trial, and say when it is gone."""
 
+    warm_compiler: bool
+    """Import the compiler after that, if it is not yet."""
     show_where: bool
     """Have it first print where it is, since it hangs."""
 

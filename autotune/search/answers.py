@@ -164,11 +164,14 @@ class Results:
         return _deciding_interval(self.round_pairs(config) or [self._first_pair(config)])
 
     def likely(self) -> Answer | None:
-        """The best that keeps the held batch and is worthwhile by its 95 % interval alone; None where nothing is."""
+        """The best that keeps the held batch and is worthwhile by its 95 % interval alone, or by too few rounds for any
+        interval to tell; None where nothing is."""
         answers = [
             one
             for one in self._eligible()
-            if self.keeps_the_batch(one.config) and self.gain(one) >= WORTHWHILE_GAIN and one.speedup.interval[0] > 1
+            if self.keeps_the_batch(one.config)
+            and self.gain(one) >= WORTHWHILE_GAIN
+            and (one.speedup.interval[0] > 1 or one.confirmed_rounds < FEWEST_ROUNDS)
         ]
         return max(answers, key=self.gain, default=None)
 

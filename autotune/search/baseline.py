@@ -10,6 +10,7 @@ from autotune.errors import NoAnswerError, UserError
 from autotune.knobs.registry import KNOBS
 from autotune.records import OUT_OF_MEMORY, Failure, Trial
 from autotune.search.memory import find_ceiling
+from autotune.search.pace import FEWEST_STARTS, FEWEST_TRIALS
 from autotune.search.rescue import lightest_that_fits
 from autotune.search.session import Session
 
@@ -19,9 +20,10 @@ def run_baseline(session: Session, *, expected: Mapping[str, Value] | None = Non
     where none does, that with the lightest settings with which one does. `expected`: these, where they are known.
 
     Raises `UserError` where the program cannot run at all, and `NoAnswerError` where that is not its fault: the text
-    says what happened.
+    says what happened. From where what this takes shows that the budget is short, the session hurries.
     """
     config = session.space.baseline
+    session.hurry_if_short_of(FEWEST_STARTS * session.budget.elapsed())
     session.watcher.stage("baseline", "your program as it is")
     if not session.facts.workload.step_fits:
         config, trial = _leaner_reference(session, config, "no step of it fits", expected)
@@ -32,6 +34,8 @@ def run_baseline(session: Session, *, expected: Mapping[str, Value] | None = Non
     if trial.failure is not None:
         raise baseline_error(trial.failure)
     session.baseline = config
+    session.hurry_if_short_of(FEWEST_TRIALS * trial.seconds)
+    session.budget.searched_seconds = max(0.0, session.budget.left())
     return trial
 
 

@@ -15,6 +15,8 @@ class Budget:
         self.seconds = seconds
         self.trials_left = trials
         self.reserved_seconds = 0.0
+        self.searched_seconds = seconds
+        """What starting and the baseline leave of it: of that a share is kept for the confirmation."""
 
     def elapsed(self) -> float:
         """Seconds since the search began."""

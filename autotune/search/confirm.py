@@ -9,7 +9,7 @@ from autotune.knobs.registry import slow_to_start
 from autotune.records import Failure, Trial
 from autotune.search.answers import PROCESS_SPREAD, settled
 from autotune.search.session import Session, parity_failure
-from autotune.search.soak import FEWEST_SOAK_SECONDS, soak_the_answers, soak_trial_seconds
+from autotune.search.soak import FEWEST_SOAK_SECONDS, LATE_SECONDS, soak_the_answers, soak_trial_seconds
 from autotune.stats import FEWEST_ROUNDS
 
 MOST_FINALISTS = 2
@@ -24,7 +24,7 @@ LARGEST_HALF_WIDTH = 0.03
 LARGEST_HALF_WIDTH_OF_A_PART = 0.1
 """Where the simpler one is a part of the better one, the rest of that has to show itself above more noise."""
 LARGEST_RESERVE = 0.45
-"""Share of the budget that the confirmation may keep for itself."""
+"""Of what the baseline leaves of the budget, the share that the confirmation may keep for itself."""
 PLAIN_GAIN = 1.5
 """What is so much faster is certain at the 1 % level after two rounds, where processes differ by no more than expected."""
 
@@ -52,13 +52,22 @@ def reserve_seconds(session: Session, *, frees_the_batch: bool = False) -> float
     measuring = rounds * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
     parity = 0.0 if session.is_checked(finalist.config) else finalist.seconds
     soak = soak_trial_seconds(session, finalist, session.pace.soak_seconds)
-    return min(measuring + parity + soak, LARGEST_RESERVE * session.budget.seconds)
+    return min(measuring + parity + soak, LARGEST_RESERVE * session.budget.searched_seconds)
+
+
+def fewest_seconds(session: Session) -> float:
+    """What the least that a search does after its baseline is likely to take: one other trial, and a round of both."""
+    base = session.baseline_trial()
+    assert base is not None
+    return session.seconds_at_pace(base) + 2 * _round_seconds(session, base)
 
 
 def _round_seconds(session: Session, trial: Trial) -> float:
     """What measuring the configuration of a trial again for the confirmation is likely to take."""
     pace = session.pace
     blocks = (pace.confirm_minimum_blocks + pace.confirm_maximum_blocks) / 2
+    if _half_width(trial) > LARGEST_HALF_WIDTH:  # on a busy machine no blocks end a measurement early
+        blocks = pace.confirm_maximum_blocks
     return session.start_seconds(trial) + blocks * pace.confirm_block_seconds
 
 
@@ -75,7 +84,9 @@ def confirm(session: Session) -> None:
     for number in range(first, first + MOST_ROUNDS):
         is_needed = number - first < session.pace.rounds_of_a_plain_gain
         if _decided(session, finalists) or (
-            number > first and not _has_time(session, finalists, 1, short_soak=is_needed)
+            number > first
+            and not _has_time(session, finalists, 1, short_soak=is_needed)
+            and not _may_still_win(session, finalists)
         ):
             break
         failed = False
@@ -85,6 +96,13 @@ def confirm(session: Session) -> None:
         if failed:
             finalists = _finalists(session)
     soak_the_answers(session)
+
+
+def _may_still_win(session: Session, finalists: list[TrainingConfig]) -> bool:
+    """Whether the user's own settings would be kept, with time for a round that may show otherwise. A soak after that ends
+    late, if need be, as any other; one of the user's own program is no use of that time."""
+    is_kept = session.results().best().config == session.baseline
+    return is_kept and _has_time(session, finalists, 1, short_soak=True, late_seconds=LATE_SECONDS)
 
 
 def _affordable(session: Session, finalists: list[TrainingConfig]) -> list[TrainingConfig]:
@@ -130,16 +148,21 @@ def _has_time(
     *,
     checks_seconds: float = 0.0,
     short_soak: bool = False,
+    late_seconds: float = 0.0,
 ) -> bool:
-    """For so many rounds of the finalists and the baseline, after checks that take so long, and the soak after them."""
+    """For so many rounds of the finalists and the baseline, after checks that take so long, and the soak of one after them,
+    which may end so late.
+
+    That of the user's own program is none of these: it decides nothing, and comes where there is time.
+    """
     assert session.baseline is not None
     expected = checks_seconds + rounds * sum(
         _expected_seconds(session, config) for config in [session.baseline, *finalists]
     )
-    trials = filter(None, map(session.measured, [session.baseline, *finalists]))
+    trials = filter(None, map(session.measured, finalists))
     soak_seconds = FEWEST_SOAK_SECONDS if short_soak else session.pace.soak_seconds
-    soak = max(soak_trial_seconds(session, trial, soak_seconds) for trial in trials)
-    return session.budget.left() - soak >= expected
+    soak = max((soak_trial_seconds(session, trial, soak_seconds) for trial in trials), default=0.0)
+    return session.budget.left() - max(0.0, soak - late_seconds) >= expected
 
 
 def _expected_seconds(session: Session, config: TrainingConfig) -> float:

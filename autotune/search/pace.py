@@ -15,6 +15,11 @@ SHORT_BUDGET_SECONDS = 400.0
 """Processes differ by more than their blocks do: below this, confirming is more rounds rather than longer blocks."""
 VERY_SHORT_BUDGET_SECONDS = 240.0
 """Below this, no third round is kept time for where a gain is plain, nor a long soak."""
+FEWEST_STARTS = 6
+FEWEST_TRIALS = 8
+"""What is left is short where it is less than so many times what starting took (importing torch and the program, and one
+step of it), and later less than so many times what the baseline took. A quiet machine is far from either: on two cores
+that had little else to do, starting took 3.5 s and a small program's baseline 3.3 s."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Pace:
     rounds_of_a_plain_gain: int = FEWEST_ROUNDS
     """That the confirmation keeps time for where the best is far ahead already."""
     soak_seconds: float = 20.0
+    hurried: bool = False
+    """The budget turned out to be short for this program on this machine, as it is just now."""
 
 
 def pace_for(budget_seconds: float) -> Pace:
@@ -41,6 +48,24 @@ def pace_for(budget_seconds: float) -> Pace:
     if budget_seconds >= VERY_SHORT_BUDGET_SECONDS:
         return short
     return replace(short, rounds_of_a_plain_gain=2, soak_seconds=8.0)
+
+
+def hurried(pace: Pace) -> Pace:
+    """Fewer and shorter blocks, and a soak of 4 s: a further trial or round tells more than a longer one.
+
+    On a machine that is busy with other work processes differ by much more than their blocks do, however long these are.
+    """
+    return replace(
+        pace,
+        block_seconds=0.2,
+        maximum_blocks=4,
+        confirm_block_seconds=0.25,
+        confirm_minimum_blocks=3,
+        confirm_maximum_blocks=4,
+        rounds_of_a_plain_gain=2,
+        soak_seconds=min(4.0, pace.soak_seconds),
+        hurried=True,
+    )
 
 
 def trial_request(

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from autotune.config import TrainingConfig, Value
 from autotune.knobs.registry import KNOBS, slow_to_start
@@ -30,17 +31,21 @@ from autotune.search.backend import TrialBackend
 from autotune.search.budget import Budget
 from autotune.search.coverage import ShortOf
 from autotune.search.obstacles import Obstacles
-from autotune.search.pace import Pace, trial_request
-from autotune.search.study import Study
+from autotune.search.pace import Pace, hurried, trial_request
 from autotune.search.watcher import SearchWatcher
 from autotune.space import SearchSpace
 from autotune.stats import OUT_OF_THE_RACE
+
+if TYPE_CHECKING:
+    from autotune.search.study import Study
 
 CACHED_SHARE = {"cuda": 0.15, "cpu": 0.3}
 """Of a cold first step, what it takes where the compiler finds its output: 0.13 for GPT-2, 0.07 to 0.09 for 24 narrow layers
 (H200); more on a CPU."""
 FIRST_COMPILE_SECONDS = 15.0
 """A small model compiles in 10 to 20 s (two CPU cores, caches cold)."""
+HURRIED_COMPILE_SECONDS = 2 * FIRST_COMPILE_SECONDS
+"""The same where time is short, as it is where other work has the cores: one such trial must not take all that is left."""
 UNKNOWN_TRIAL_SECONDS = 5.0
 """Before anything ran."""
 
@@ -405,6 +410,11 @@ class Session:
 
     # --- time ---
 
+    def hurry_if_short_of(self, seconds: float) -> None:
+        """From here on measurements are short, where less than so many seconds are left."""
+        if self.budget.left() < seconds and not self.pace.hurried:
+            self.pace = hurried(self.pace)
+
     def affords(self, config: TrainingConfig) -> bool:
         """Whether a trial of this configuration fits into what the budget leaves before its reserve."""
         return self.allows(self.expected_seconds(config))
@@ -426,11 +436,24 @@ class Session:
         if compiles and (same := [trial for trial in ran if self._compiles_alike(trial.config, config)]):
             # The compiler finds what it made for that trial.
             return min(map(self.seconds_again, same))
-        alike = [trial.seconds for trial in ran if slow_to_start(trial.config) == compiles]
+        alike = [self.seconds_at_pace(trial) for trial in ran if slow_to_start(trial.config) == compiles]
         if alike:
             return max(alike[-4:])
-        others = max((trial.seconds for trial in ran), default=UNKNOWN_TRIAL_SECONDS)
-        return others + FIRST_COMPILE_SECONDS if compiles else others
+        others = max(map(self.seconds_at_pace, ran), default=UNKNOWN_TRIAL_SECONDS)
+        first_compile = HURRIED_COMPILE_SECONDS if self.pace.hurried else FIRST_COMPILE_SECONDS
+        return others + first_compile if compiles else others
+
+    def seconds_at_pace(self, trial: Trial) -> float:
+        """How long a trial would take by now: less than it did where its blocks were longer and more."""
+        measured = trial.measurement
+        if measured is None or not self.pace.hurried:
+            return trial.seconds
+        seconds = trial.seconds
+        for blocks in filter(None, (measured.blocks, measured.resident_blocks)):
+            step_seconds = sum(blocks.seconds) / sum(blocks.steps)
+            most = self.pace.maximum_blocks * (self.pace.block_seconds + step_seconds)
+            seconds -= max(0.0, sum(blocks.seconds) - most)
+        return seconds
 
     def seconds_again(self, trial: Trial) -> float:
         """How long a trial takes when it is run again: what was compiled is found in the compiler's cache."""

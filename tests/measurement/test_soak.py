@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from autotune.failure import TrialFailure
-from autotune.measurement.soak import soak
+from autotune.measurement.clock import BlockClock
+from autotune.measurement.soak import _Course, soak
 from autotune.records import Phase, SoakResult
 from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.workload import UserFunctions
@@ -410,3 +411,22 @@ def test_fp16_and_schedulers_are_saved_and_loaded() -> None:
         Steady, loss_fn=mse, scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)
     )
     assert soaked(functions, precision="fp16", optimizer_impl="fused").steps >= 1
+
+
+def course(seconds: list[float], starved: list[float]) -> _Course:
+    """Blocks of a hundred samples each."""
+    clock = BlockClock(torch.device("cpu"), seconds=seconds, samples=[100] * len(seconds))
+    return _Course(clock, waited_seconds=[0.0] * len(seconds), starved_seconds=starved)
+
+
+def test_a_fall_in_which_other_work_had_the_cores_is_told_as_that() -> None:
+    seconds = [0.1, *[0.1] * 3, *[0.2] * 6]
+    fell = "throughput fell from 1,000 to 500 samples/s while it ran"
+    by_itself = course(seconds, [0.0] * 10)
+    assert by_itself.fall() == fell
+    assert 1 / by_itself.unhindered_thirds()[1] == pytest.approx(500)
+    crowded = course(seconds, [0.0] * 4 + [0.1] * 6)
+    assert crowded.fall() == f"{fell}: other work on this machine had its cores"
+    assert 1 / crowded.unhindered_thirds()[1] == pytest.approx(1000)
+    slower_too = course(seconds, [0.05] * 4 + [0.1] * 6)
+    assert slower_too.fall() == fell, "half of the time is others' all along, and it got slower all the same"

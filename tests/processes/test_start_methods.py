@@ -1,6 +1,7 @@
 """Which trials can be forked, and what happens where they cannot."""
 
 import os
+import time
 from itertools import count
 
 import psutil
@@ -10,6 +11,8 @@ from autotune.errors import WorkloadError
 from autotune.processes.pool import TrialPool
 
 ENTRY = "trial_behaviours:answer"
+
+BEHAVING = "from trial_behaviours import data_fn, model_fn"
 
 PARALLEL_AT_IMPORT = """
 import torch
@@ -225,3 +228,36 @@ def test_files_named_like_modules_of_python(file_workload, request_for, tmp_path
         WorkloadError, match=rf"{tmp_path}/random.py has the name of a module of Python's own, which was"
     ):
         pool.start()
+
+
+def test_the_compiler_is_spared_where_there_is_no_time_for_it(behaving_workload, request_for, tmp_path):
+    with TrialPool(behaving_workload, tmp_path, entry=ENTRY, warm_compiler=True) as pool:
+        pool.spare_the_compiler()
+        pool.run(request_for("look_around").model_copy(update={"kind": "facts"}))
+        assert pool.run(request_for("look_around")).soak.findings[7] == "False"
+
+
+def test_the_first_server_imports_beside_what_is_done_meanwhile(file_workload, request_for, children, tmp_path):
+    """It gets as far as the user's module before anybody waits for it."""
+    began = tmp_path / "began"
+    workload = file_workload(f"open({str(began)!r}, 'w').close()\n" + BEHAVING)
+    pool = TrialPool(workload, tmp_path, entry=ENTRY)
+    try:
+        pool.begin()
+        (first,) = children()
+        while not began.exists():
+            time.sleep(0.01)
+        pool.start()
+        assert start_method_of(pool.run(request_for("look_around"))) == "fork"
+        assert children() == {first}
+    finally:
+        pool.close()
+    assert children() == set()
+
+
+def test_a_server_that_nobody_waited_for_is_ended_too(behaving_workload, children, tmp_path):
+    pool = TrialPool(behaving_workload, tmp_path, entry=ENTRY)
+    pool.begin()
+    assert len(children()) == 1
+    pool.close()
+    assert children() == set()

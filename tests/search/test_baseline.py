@@ -76,3 +76,31 @@ def test_an_output_that_is_empty_or_gone_is_not_pointed_to(tmp_path: Path) -> No
     (tmp_path / "empty.log").touch()
     assert told_beside(failure(output_path=str(tmp_path / "empty.log"))) == ""
     assert told_beside(failure(output_path=str(tmp_path / "removed.log"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("budget_seconds", "started_seconds", "start_seconds", "before", "after"),
+    [
+        (600.0, 12.0, 1.0, False, False),
+        (45.0, 4.0, 0.2, False, False),
+        (45.0, 12.0, 0.2, True, True),
+        (45.0, 4.0, 4.0, False, True),
+    ],
+    ids=["ample", "short on a quiet machine", "starting took long", "a trial takes long"],
+)
+def test_what_starting_and_the_baseline_took_shows_that_time_is_short(
+    budget_seconds: float,
+    started_seconds: float,
+    start_seconds: float,
+    before: bool,
+    after: bool,
+    new_directory: NewDirectory,
+) -> None:
+    program = Program(sample_seconds=0.001, start_seconds=start_seconds)
+    search = SimulatedSearch(
+        program, cuda_facts(), new_directory(), budget_seconds=budget_seconds, started_seconds=started_seconds
+    )
+    with search.begun() as session:
+        assert (search.machine.requests[0].block_seconds < 0.3) == before
+        assert session.pace.hurried == after
+        assert session.budget.searched_seconds == session.budget.left()

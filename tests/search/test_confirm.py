@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.search.confirm import confirm, reserve_seconds
+from autotune.search.confirm import confirm, fewest_seconds, reserve_seconds
+from autotune.search.soak import LATE_SECONDS
+from autotune.stats import FEWEST_ROUNDS
 from tests.search.confirmed_search import BF16, FACTS, FP16, PROGRAM, TF32, NewDirectory, best, confirmed, rounds_of
 from tests.search.simulated_machine import Fault
 from tests.search.simulated_search import SimulatedSearch
@@ -53,7 +55,7 @@ def test_a_part_of_the_best_is_confirmed_first_as_far_as_one_measurement_is_nois
     program = replace(
         PROGRAM, update_speedups={("optimizer_impl", "fused"): 1.2}, process_spread=0.0, block_spread=0.04
     )
-    hurried = confirmed(new_directory(), BF16, fused, program=program, budget_seconds=45.0)
+    hurried = confirmed(new_directory(), BF16, fused, program=program, budget_seconds=30.0)
     assert rounds_of(hurried, BF16) > rounds_of(hurried, fused) == 0
 
 
@@ -114,7 +116,7 @@ def test_where_nothing_is_better_the_baseline_is_measured_again_once_and_soaked(
 
 def test_no_time_means_one_round_of_the_best_and_no_soak(new_directory: NewDirectory) -> None:
     close = replace(PROGRAM, sample_speedups={("precision", "bf16"): 4.0, ("precision", "fp16"): 3.85})
-    search = confirmed(new_directory(), BF16, FP16, program=close, budget_seconds=18.0)
+    search = confirmed(new_directory(), BF16, FP16, program=close, budget_seconds=12.0)
     assert rounds_of(search, BF16) == 1
     assert rounds_of(search, FP16) == 0
     assert search.machine.asked("soak") == []
@@ -177,4 +179,39 @@ def test_the_reserve_grows_with_what_a_round_takes_and_leaves_most_of_the_budget
         assert reserve_seconds(session) == pytest.approx(before + leader.seconds)
     short = SimulatedSearch(PROGRAM, FACTS, new_directory(), budget_seconds=30.0)
     with short.begun() as session:
-        assert reserve_seconds(session) == 0.45 * 30.0
+        assert reserve_seconds(session) == 0.45 * session.budget.left()
+
+
+def test_where_blocks_of_a_busy_machine_never_agree_all_of_them_are_kept_time_for(new_directory: NewDirectory) -> None:
+    quiet, busy = (
+        SimulatedSearch(replace(PROGRAM, block_spread=spread), FACTS, new_directory(), budget_seconds=1000.0)
+        for spread in (0.003, 0.3)
+    )
+    with quiet.begun() as before, busy.begun() as after:
+        assert reserve_seconds(after) - reserve_seconds(before) > 2 * FEWEST_ROUNDS * before.pace.confirm_block_seconds
+
+
+def test_rounds_that_may_still_tell_come_before_a_soak_of_the_users_own_program(new_directory: NewDirectory) -> None:
+    """A gain that two noisy rounds do not show for certain, in a budget that has no time for both."""
+    program = replace(PROGRAM, sample_speedups={("precision", "bf16"): 1.3}, process_spread=0.1, start_seconds=3.0)
+    search = confirmed(new_directory(), BF16, program=program, budget_seconds=45.0, seed=1)
+    rounds = rounds_of(search, BF16)
+    left = search.finished.budget.left()  # type: ignore[attr-defined]
+    assert rounds >= 3
+    assert left > -LATE_SECONDS
+
+
+@pytest.mark.parametrize("started_seconds", [12.0, 20.0, 26.0])
+def test_the_least_that_a_search_does_is_known_before(started_seconds: float, new_directory: NewDirectory) -> None:
+    """One candidate and one round, after a baseline that took a third of what is left and more."""
+    program = replace(PROGRAM, start_seconds=2.5)
+    search = SimulatedSearch(program, FACTS, new_directory(), budget_seconds=45.0, started_seconds=started_seconds)
+    with search.begun() as session:
+        expected, began = fewest_seconds(session), search.machine.now_seconds
+        assert expected < 3 * session.baseline_trial().seconds
+        config = search.space.baseline.replace(BF16)
+        session.measure(config, "compute")
+        checks = sum(answer.seconds for (kind, _), answer in session.probes.items() if kind == "parity")
+        for one in (search.space.baseline, config):
+            session.measure_again(one, "confirm", confirm_round=0)
+        assert search.machine.now_seconds - began - checks <= 1.1 * expected

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.config import Value
 from autotune.records import Conditions, Settings
-from autotune.search.pace import pace_for, trial_request
+from autotune.search.pace import hurried, pace_for, trial_request
 from autotune.space import build_space
 from tests.knobs.search_facts import cuda_facts
 
@@ -43,3 +43,15 @@ def test_a_shorter_budget_confirms_in_shorter_blocks_and_a_very_short_one_in_few
     assert ample.confirm_block_seconds > short.confirm_block_seconds == very_short.confirm_block_seconds
     assert ample.rounds_of_a_plain_gain == short.rounds_of_a_plain_gain > very_short.rounds_of_a_plain_gain
     assert ample.soak_seconds == short.soak_seconds > very_short.soak_seconds
+
+
+def test_who_hurries_measures_less_and_soaks_no_longer() -> None:
+    for whole in map(pace_for, (45.0, 300.0, 600.0)):
+        short = hurried(whole)
+        assert short.block_seconds < whole.block_seconds
+        assert short.maximum_blocks < whole.maximum_blocks
+        assert short.confirm_maximum_blocks * short.confirm_block_seconds < (
+            whole.confirm_minimum_blocks * whole.confirm_block_seconds
+        )
+        assert short.minimum_blocks == short.confirm_minimum_blocks == whole.minimum_blocks, "fewer show no spread"
+        assert short.soak_seconds < whole.soak_seconds

@@ -162,6 +162,21 @@ def test_what_is_likely_and_not_certain_is_told_with_the_interval_that_decides()
     )
 
 
+@pytest.mark.parametrize(
+    ("rates", "kept_for_now"),
+    [([1300], True), ([1300, 950], True), ([1300, 950, 1050], False), ([990], False)],
+)
+def test_what_too_few_rounds_leave_open_is_kept_for_now(rates: list[float], kept_for_now: bool) -> None:
+    """Of blocks that differ by a third, as on a machine with other work."""
+    trials = started()
+    for number, rate in enumerate(rates):
+        trials.add({}, 1000, round=number, interval=(700, 1400))
+        trials.add(BF16, rate, round=number, interval=(0.7 * rate, 1.4 * rate))
+    found = recommended(trials)
+    assert found.keep
+    assert found.verdict.startswith("Keep your settings for now: precision=bf16 looks 1.") == kept_for_now
+
+
 def test_a_gain_below_two_percent_is_not_worth_a_change() -> None:
     assert recommended(started().rounds(BF16, [1015] * 6, [1000] * 6)).keep
     assert not recommended(started().rounds(BF16, [1060] * 6, [1000] * 6)).keep

@@ -76,6 +76,23 @@ def test_other_work_beside_the_first_trial_of_a_value_loses_it_not(new_directory
     assert outcome.changes["optimizer_impl"] == "fused"
 
 
+def test_a_short_budget_on_a_busy_machine_is_enough_to_try_what_the_loader_needs(new_directory: NewDirectory) -> None:
+    """Of 45 s, 16 s go by before the baseline, a trial takes 3 s beside its blocks, and no two blocks agree."""
+    program = Program(
+        sample_seconds=0.002, load_seconds=0.008, start_seconds=3.0, check_seconds=3.0, compile_seconds=40.0,
+        process_spread=0.1, block_spread=0.2,
+    )  # fmt: skip
+    facts = cpu_facts(dataset_length=100_000, global_batch_size=16, batch_size=16, usable_cores=2)
+    found = []
+    for seed in range(6):
+        outcome = run_search(program, facts, new_directory(), seed=seed, budget_seconds=45.0, started_seconds=16.0)
+        assert outcome.machine.now_seconds < 1.15 * 45.0
+        assert not any(trial.config["compile_mode"] != "as_is" for trial in outcome.session.trials)
+        assert any(trial.config["num_workers"] != 0 for trial in outcome.session.trials)
+        found.append(outcome.changes.get("num_workers", 0))
+    assert sum(workers != 0 for workers in found) >= 4, found
+
+
 def test_five_minutes_are_enough_for_a_language_model(new_directory: NewDirectory) -> None:
     facts = cuda_facts(batch_held=False, dataset_length=100_000, largest_batch_size=4096, parameter_bytes=498_000_000)
     scenario, best_rate = Scenario(AS_TIMED, facts, 300.0), 0.0

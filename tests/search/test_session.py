@@ -136,6 +136,17 @@ def test_a_compilation_is_granted_its_time_until_it_is_known(new_directory: NewD
         assert session.expected_seconds(base) == eager
 
 
+def test_who_hurries_expects_shorter_trials_than_the_first_and_longer_compilations(new_directory: NewDirectory) -> None:
+    program = replace(LANGUAGE_MODEL, start_seconds=4.0, block_spread=0.05)
+    with begun(new_directory(), program, budget_seconds=45.0) as (search, session):
+        base = search.space.baseline
+        assert session.pace.hurried
+        expected = session.expected_seconds(base)
+        assert session.expected_seconds(base.replace({"compile_mode": "default"})) == expected + 30.0
+        trial = session.measure(base.replace({"precision": "bf16"}), "compute")
+        assert trial.seconds < 1.05 * expected < session.baseline_trial().seconds
+
+
 def test_what_was_compiled_is_expected_to_be_found_again(new_directory: NewDirectory) -> None:
     program = replace(LANGUAGE_MODEL, cached_share=0.15)
     with begun(new_directory(), program) as (search, session):

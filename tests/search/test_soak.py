@@ -320,3 +320,16 @@ def test_both_answers_are_soaked(new_directory: NewDirectory) -> None:
     search = confirmed(new_directory(), BF16, larger, program=launching, budget_seconds=1000.0)
     base = search.space.baseline
     assert search.machine.asked("soak") == [base.replace(BF16), base.replace(larger)]
+
+
+@pytest.mark.parametrize(("changes", "soaked"), [(BF16, True), ({}, False)], ids=["the recommendation", "what is kept"])
+def test_only_a_soak_that_decides_something_may_end_late(
+    changes: dict[str, Value], soaked: bool, new_directory: NewDirectory
+) -> None:
+    search = SimulatedSearch(PROGRAM, FACTS, new_directory())
+    config = search.space.baseline.replace(changes)
+    with search.begun() as session:
+        session.measure(config, "compute")
+        session.budget.seconds = search.machine.now_seconds + 3.0
+        assert survives(session, config)
+        assert (search.machine.asked("soak") == [config]) == soaked
