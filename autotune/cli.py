@@ -286,7 +286,8 @@ def _export(arguments: argparse.Namespace, load_api: LoadApi) -> int:
     print(exporter.export(recommendation), end="")
     if missing := exporter.missing_functions(recommendation):
         roles = ", ".join(missing)
-        print(f"autotune: the script lacks {roles}, which no file defines: put them where it says so", file=sys.stderr)
+        why = "which cannot be imported from where fit was given them"
+        print(f"autotune: the script lacks {roles}, {why}: put them where it says so", file=sys.stderr)
     return ANSWER
 
 

@@ -266,7 +266,10 @@ def test_a_script_that_lacks_functions_says_so(capsys: pytest.CaptureFixture[str
     assert outcome(api, "export", "best.json", "--to", "python") == 0
     printed = capsys.readouterr()
     assert "# PASTE HERE the definitions of model_fn." in printed.out
-    assert printed.err == "autotune: the script lacks model_fn, which no file defines: put them where it says so\n"
+    said = (
+        "the script lacks model_fn, which cannot be imported from where fit was given them: put them where it says so"
+    )
+    assert printed.err == f"autotune: {said}\n"
 
 
 def test_the_forms_are_the_public_modules_of_the_export_package(capsys: pytest.CaptureFixture[str]) -> None:
