@@ -30,7 +30,7 @@ def export(recommendation: Recommendation, config: TrainingConfig | None = None)
 
 
 def missing_functions(recommendation: Recommendation) -> tuple[str, ...]:
-    """The roles of the functions that the script asks for, since no file defines them."""
+    """The roles of the functions that the script asks for, since they cannot be imported from where `fit` was given them."""
     return _missing(recommendation.reference)
 
 
@@ -261,7 +261,7 @@ class _Script:
             *(clip if self.clip_grad_norm is not None else []),
             *(["scaler.step(optimizer)", "scaler.update()"] if self.has_scaler else ["optimizer.step()"]),
             *(["scheduler.step()"] if "scheduler_fn" in self.roles else []),
-            "optimizer.zero_grad(set_to_none=True)",
+            "optimizer.zero_grad()",
         ]
 
 

@@ -218,7 +218,7 @@ class Training:
         else:
             self.optimizer.step()
         self._step_scheduler()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()  # one of the user's own need not take torch's argument
 
     def _step_scheduler(self) -> None:
         if self.scheduler is None or self._schedule_ended:
@@ -284,6 +284,11 @@ def _made_model(functions: UserFunctions, device: torch.device) -> nn.Module:
         raise WorkloadError(
             f"model_fn returned a model with a lazy layer ({lazy[0]}) whose parameters have no shape yet; run one batch "
             "through the model inside model_fn before returning it"
+        )
+    if any(parameter.is_meta for parameter in parameters):
+        raise WorkloadError(
+            "model_fn returned a model with parameters on the meta device, which have no values: call its to_empty(device="
+            '"cpu") and initialise them, or make it without torch.device("meta")'
         )
     if not any(parameter.requires_grad for parameter in parameters):
         raise WorkloadError("model_fn returned a model with no parameter that requires a gradient; nothing to train")

@@ -499,6 +499,7 @@ def frozen() -> nn.Module:
     [
         (no_model, r"model_fn returned str; it must return a torch.nn.Module"),
         (frozen, r"model_fn returned a model with no parameter that requires a gradient; nothing to train"),
+        (lambda: nn.Linear(WIDTH, 1, device="meta"), r"parameters on the meta device, .* call its to_empty"),
         (
             lambda: nn.Sequential(nn.LazyLinear(3)),
             r"a lazy layer \(0\) whose parameters have no shape yet; run one batch through the model inside model_fn",
@@ -543,6 +544,16 @@ def test_a_lazy_layer_that_has_its_shape_is_none_any_more() -> None:
 def test_an_optimizer_that_cannot_be_stepped_is_an_error(optimizer_fn: Any, text: str) -> None:
     with pytest.raises(WorkloadError, match=text):
         built(program(optimizer_fn=optimizer_fn))
+
+
+def test_an_optimizer_of_the_users_own_clears_gradients_as_it_does() -> None:
+    class Clearing(torch.optim.SGD):
+        def zero_grad(self) -> None:  # type: ignore[override]  # as some users write it
+            super().zero_grad(set_to_none=False)
+
+    training = built(program(optimizer_fn=lambda model: Clearing(model.parameters(), lr=0.1)))
+    training.step(next(iter(training.loader)))
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in training.model.parameters())
 
 
 def test_an_optimizer_fn_that_expects_something_else_is_told_what_it_is_given() -> None:
