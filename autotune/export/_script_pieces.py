@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TRAIN_SUMMARY = "Trains, optimizer step by optimizer step, without end; gives the mean loss of each."
 WORKER_ONLY = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
-PARAMETERS = 'parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]'
+PARAMETERS = 'parameters = [p for group in optimizer.param_groups for p in group["params"]]'
 READY_BATCHES = [
     "# The loader's batches are made by its own sampler or data set, and stay as they are.",
     'batches = {"batch_sampler": given.batch_sampler}',

@@ -75,12 +75,6 @@ class Training:
         self._contexts = _present(knob.step_context(value, self.parts) for knob, value in settings)
         self._batch_transforms = _present(knob.transform_batch(value, self.parts) for knob, value in settings)
         self._loss_transforms = _present(knob.backward(value, self.parts) for knob, value in settings)
-        self._parameters = [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
 
     @property
     def model(self) -> nn.Module:
@@ -92,6 +86,11 @@ class Training:
         """The very object that `optimizer_fn` made."""
         assert self.parts.optimizer is not None
         return self.parts.optimizer
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        """All that the optimizer holds by now: some may be unfrozen, or come to it, while the training goes on."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

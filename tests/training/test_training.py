@@ -136,6 +136,28 @@ def test_a_sum_with_its_weight_is_divided_once_by_all_weights(clip_grad_norm: fl
     assert_same(split.model.state_dict(), whole.model.state_dict())
 
 
+@pytest.mark.parametrize("clip_grad_norm", [None, 1e-3])
+def test_what_is_unfrozen_later_is_trained_as_the_rest(clip_grad_norm: float | None) -> None:
+    def summed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return mse(model, batch) * len(batch[0]), len(batch[0])
+
+    def last_layer_alone() -> nn.Module:
+        model = perceptron().requires_grad_(False)
+        model[-1].requires_grad_(True)
+        return model
+
+    trainings = [
+        built(program(seeded(last_layer_alone), data(64), loss, sgd), clip_grad_norm=clip_grad_norm)
+        for loss in (mse, summed)
+    ]
+    window = next(iter(trainings[0].loader))
+    for training in trainings:
+        training.step(window)
+        training.model.requires_grad_(True)
+        training.step(window)
+    assert_same(trainings[0].model.state_dict(), trainings[1].model.state_dict())
+
+
 def test_a_weight_can_be_a_plain_number() -> None:
     def summed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
