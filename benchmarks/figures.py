@@ -1,6 +1,6 @@
 """Recomputes every figure of the README from the files in `benchmarks/results/`.
 
-    python benchmarks/figures.py                    prints the two blocks
+    python benchmarks/figures.py                    prints the blocks
     python benchmarks/figures.py --write README.md  puts them between the README's markers
     python benchmarks/figures.py --check README.md  exit code 1 where the README says something else
 
@@ -21,9 +21,12 @@ from autotune.quantities import format_bytes
 from autotune.result import load as load_result
 
 RESULTS = Path(__file__).parent / "results" / "h200"
+QUALITY = Path(__file__).parent / "results" / "search_quality.json"
 DEMO = Path(__file__).parent / "results" / "cpu" / "quickstart.best.json"
 FIGURES_MARKERS = ("<!-- figures: begin (benchmarks/figures.py) -->", "<!-- figures: end -->")
 DEMO_MARKERS = ("<!-- demo: begin (benchmarks/figures.py) -->", "<!-- demo: end -->")
+QUALITY_MARKERS = ("<!-- quality: begin (benchmarks/figures.py) -->", "<!-- quality: end -->")
+GOOD = 0.95
 TOKENS_PER_SAMPLE = 1024
 """Of examples/gpt2.py."""
 
@@ -39,13 +42,14 @@ def main() -> int:
     elif arguments.check:
         return int(renewed(arguments.check.read_text()) != arguments.check.read_text())
     else:
-        print(demo(), figures(), sep="\n\n")
+        print(demo(), figures(), quality(), sep="\n\n")
     return 0
 
 
 def renewed(text: str) -> str:
-    """The text with both blocks between their markers."""
-    for (begin, end), block in ((DEMO_MARKERS, demo()), (FIGURES_MARKERS, figures())):
+    """The text with every block between its markers."""
+    blocks = ((DEMO_MARKERS, demo()), (FIGURES_MARKERS, figures()), (QUALITY_MARKERS, quality()))
+    for (begin, end), block in blocks:
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = f"{before}{begin}\n{block}\n{end}{after}"
@@ -83,6 +87,22 @@ def figures() -> str:
             for repeated in (gpt2, smaller_card, small)
         ),
     ]
+    return "\n".join(lines)
+
+
+def quality() -> str:
+    """How near searches come to the best point of a table."""
+    runs: list[dict[str, Any]] = json.loads(QUALITY.read_text())["runs"]
+    limits = list(dict.fromkeys(run["limit"] for run in runs))
+    lines = [
+        f"| table | strategy | {' | '.join(limit if limit.endswith('s') else f'{limit} trials' for limit in limits)} |",
+        f"|---|---|{'---|' * len(limits)}",
+    ]
+    for table, strategy in dict.fromkeys((run["table"], run["strategy"]) for run in runs):
+        of_both = [run for run in runs if (run["table"], run["strategy"]) == (table, strategy)]
+        shares = {limit: [run["share"] for run in of_both if run["limit"] == limit] for limit in limits}
+        cells = [f"{sum(share >= GOOD for share in one) / len(one):.0%}, {min(one):.0%}" for one in shares.values()]
+        lines.append(f"| {table} | {strategy} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
