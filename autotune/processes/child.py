@@ -134,7 +134,7 @@ def leave() -> NoReturn:
     """Ends the process without running what others have registered for its end: a thread of theirs may never finish. Save
     that temporary directories go, of which each trial may have one."""
     for directory in _temporary_directories():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # it warns that nobody else has removed it, and warnings may be errors
             directory()
     flush_streams()
     os._exit(0)

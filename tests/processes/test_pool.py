@@ -251,3 +251,15 @@ def test_temporary_directories_are_removed(file_workload, request_for, tmp_path,
             assert failure is None or "temporary" not in failure.detail, failure
         assert len(list(place.iterdir())) == 1
     assert list(place.iterdir()) == []
+
+
+def test_a_temporary_directory_that_is_left_is_no_error_where_warnings_are(file_workload, request_for, tmp_path):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    strict = "    import warnings; warnings.simplefilter('error')\n"
+    text = TEMPORARY_DIRECTORIES.format(at=str(place)).replace("def model_fn():\n", f"def model_fn():\n{strict}")
+    with TrialPool(file_workload(text), tmp_path, entry=ENTRY) as pool:
+        answer = pool.run(request_for("look_around"))
+        assert answer.failure is None, answer.failure
+        assert Path(answer.output_path).read_text() == "", "it ended in code of the server's"
+    assert list(place.iterdir()) == []
