@@ -346,7 +346,7 @@ def _is_guarded(script: Path) -> bool:
 
 def load_functions(workload: Workload) -> UserFunctions:
     """The functions, imported or unpickled in this process, which then stands where their caller did, with what that set in
-    torch. Only a child calls this.
+    torch. Only the server and trials call this.
 
     Raises `WorkloadError` where the file lacks one; whatever the user's module raises at import passes through.
     """

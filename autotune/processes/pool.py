@@ -157,11 +157,10 @@ class TrialPool:
         key = tuple(sorted(environment.items()))
         if key in self._servers:
             return self._servers[key]
-        if not key and self._begun is not None:
-            server, self._begun = self._begun, None
-        else:
-            server = ServerProcess(environment, self._directory / "server.log")
-        self._servers[key] = server
+        begun = None if key else self._begun
+        server = self._servers[key] = begun or ServerProcess(environment, self._directory / "server.log")
+        if server is begun:
+            self._begun = None  # after that: a Ctrl-C between the two must not lose it
         try:
             ready = server.prepare(self._hello(), self._on_note)
         except BaseException:
