@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from autotune.measurement import cores
 from autotune.measurement.cores import CoreWaits
 
 BUSY = "import os\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
@@ -54,3 +55,13 @@ def test_who_sleeps_waits_for_no_core() -> None:
     began = time.perf_counter()
     time.sleep(0.3)
     assert waits.since_last() <= time.perf_counter() - began - 0.3 + 0.02
+
+
+@pytest.mark.usefixtures("beside_another")
+def test_threads_that_wait_for_each_other_wait_for_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as nobody else uses the cores, which a busy machine cannot show."""
+    monkeypatch.setattr(cores, "_used_by_all", time.process_time)
+    waits = CoreWaits()
+    went_by = worked(0.3)
+    assert went_by > 0.3
+    assert waits.since_last() < 0.05
