@@ -163,8 +163,6 @@ def _lost_clearly(session: Session, config: TrainingConfig) -> str:
     What loses by so much alone is not what wins in company: what pays only together costs little alone. What takes long to
     start may be fast at a larger batch, so where the device waited the loss says nothing of batches of twice the size.
     """
-    if session.settings.objective == "memory":
-        return ""
     micro_batch = session.space.micro_batch
     pairs = {
         (name, value)
@@ -175,7 +173,10 @@ def _lost_clearly(session: Session, config: TrainingConfig) -> str:
 
 
 def _clear_losses(session: Session) -> Iterator[tuple[Trial, str, Value, Trial]]:
-    """Those of the siblings of which the first is out of the race beside the second."""
+    """Those of the siblings of which the first is out of the race beside the second; none where memory is what counts, of
+    which a trial that takes more is no slower, and no other work on the machine makes it take more."""
+    if session.settings.objective == "memory":
+        return
     for slower, name, value, faster in _siblings(session):
         if _is_clear_loss(session, slower, faster):
             yield slower, name, value, faster

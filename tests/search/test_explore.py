@@ -140,6 +140,22 @@ def test_a_value_that_lost_clearly_in_one_trial_alone_gets_a_second_one(new_dire
     assert search.machine.asked("measure") == [search.space.baseline, bf16, bf16], "and no third one"
 
 
+def test_what_takes_more_memory_gets_no_second_trial(new_directory: NewDirectory) -> None:
+    search = SimulatedSearch(
+        LANGUAGE_MODEL, LANGUAGE_FACTS, new_directory(), only=("precision",), objective="memory", budget_seconds=400.0
+    )
+    with search.begun() as session:
+        lean = session.baseline_trial()
+        large = session.measure(search.space.baseline.replace({"precision": "bf16"}), "compute")
+        assert lean is not None and lean.measurement is not None and large.measurement is not None
+        twice = {"peak_allocated_bytes": 2 * lean.measurement.memory.peak_allocated_bytes}
+        grown = large.measurement.memory.model_copy(update=twice)
+        measurement = large.measurement.model_copy(update={"memory": grown})
+        session.trials[-1] = large.model_copy(update={"measurement": measurement})
+        explore(session)
+    assert search.machine.asked("measure").count(large.config) == 1
+
+
 def test_what_other_work_held_back_is_tried_beside_the_best(new_directory: NewDirectory) -> None:
     names = ("precision", "optimizer_impl")
     search = SimulatedSearch(LANGUAGE_MODEL, LANGUAGE_FACTS, new_directory(), only=names, budget_seconds=400.0)
