@@ -20,7 +20,8 @@ def run_baseline(session: Session, *, expected: Mapping[str, Value] | None = Non
     where none does, that with the lightest settings with which one does. `expected`: these, where they are known.
 
     Raises `UserError` where the program cannot run at all, and `NoAnswerError` where that is not its fault: the text
-    says what happened. From where what this takes shows that the budget is short, the session hurries.
+    says what happened. Where starting took much of the budget, the session hurries; after that, where the trial shows that
+    few others fit.
     """
     config = session.space.baseline
     session.hurry_if_short_of(FEWEST_STARTS * session.budget.elapsed())
@@ -34,7 +35,7 @@ def run_baseline(session: Session, *, expected: Mapping[str, Value] | None = Non
     if trial.failure is not None:
         raise baseline_error(trial.failure)
     session.baseline = config
-    session.hurry_if_short_of(FEWEST_TRIALS * trial.seconds)
+    session.hurry_if_short_of(FEWEST_TRIALS * session.seconds_unhurried(trial))
     session.budget.searched_seconds = max(0.0, session.budget.left())
     return trial
 

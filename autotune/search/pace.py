@@ -38,6 +38,11 @@ class Pace:
     hurried: bool = False
     """The budget turned out to be short for this program on this machine, as it is just now."""
 
+    @property
+    def longest_seconds(self) -> float:
+        """Of the blocks of a measurement, not of a confirmation."""
+        return self.maximum_blocks * self.block_seconds
+
 
 def pace_for(budget_seconds: float) -> Pace:
     """The design's block lengths where there is time for them; half-second blocks to confirm in a short budget; in a very
@@ -57,7 +62,7 @@ def hurried(pace: Pace) -> Pace:
     """
     return replace(
         pace,
-        block_seconds=0.2,
+        block_seconds=min(0.2, pace.block_seconds),
         maximum_blocks=4,
         confirm_block_seconds=0.25,
         confirm_minimum_blocks=3,

@@ -232,7 +232,10 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """Everything that training goes on from: model, optimizer, scheduler and scaler."""
         state: dict[str, Any] = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        if hasattr(self.scheduler, "state_dict"):  # one of the user's own needs no more than a `step`
+        # One of the user's own needs no more than a `step`.
+        if self.scheduler is not None and all(
+            hasattr(self.scheduler, name) for name in ("state_dict", "load_state_dict")
+        ):
             state["scheduler"] = self.scheduler.state_dict()
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,7 @@ def worked(seconds: float) -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell what waits for a core")
 @pytest.mark.usefixtures("beside_another")
 def test_what_it_waited_for_a_core_is_what_its_work_took_longer() -> None:
     waits = CoreWaits()

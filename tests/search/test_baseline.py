@@ -84,9 +84,10 @@ def test_an_output_that_is_empty_or_gone_is_not_pointed_to(tmp_path: Path) -> No
         (600.0, 12.0, 1.0, False, False),
         (45.0, 4.0, 0.2, False, False),
         (45.0, 12.0, 0.2, True, True),
+        (180.0, 30.0, 1.0, True, False),
         (45.0, 4.0, 4.0, False, True),
     ],
-    ids=["ample", "short on a quiet machine", "starting took long", "a trial takes long"],
+    ids=["ample", "short on a quiet machine", "starting took long", "starting alone took long", "a trial takes long"],
 )
 def test_what_starting_and_the_baseline_took_shows_that_time_is_short(
     budget_seconds: float,

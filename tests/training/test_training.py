@@ -348,10 +348,15 @@ def test_a_scheduler_of_the_users_own_needs_no_state() -> None:
             for group in self.groups:
                 group["lr"] /= 2
 
-    saved, other = (built(program(scheduler_fn=Halving)) for _ in range(2))
-    saved.step(next(iter(saved.loader)))
-    other.load_state_dict(saved.state_dict())
-    assert other.optimizer.param_groups[0]["lr"] == 1e-3 / 2
+    class Telling(Halving):
+        def state_dict(self) -> dict[str, Any]:
+            return {"of": "no use to anyone"}
+
+    for scheduler_fn in (Halving, Telling):
+        saved, other = (built(program(scheduler_fn=scheduler_fn)) for _ in range(2))
+        saved.step(next(iter(saved.loader)))
+        other.load_state_dict(saved.state_dict())
+        assert other.optimizer.param_groups[0]["lr"] == 1e-3 / 2
 
 
 def test_a_state_of_another_configuration_keeps_this_ones_optimizer_flags() -> None:
