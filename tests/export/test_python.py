@@ -116,10 +116,14 @@ def losses_of_script(script: str, folder: Path, driver: subprocess.Popen[str]) -
     return losses
 
 
-def rounding(config: TrainingConfig) -> float:
-    """By how much the same may differ from process to process: sums depend on the number of threads, and on where memory
-    lies. One bit of a first loss was seen to differ."""
-    return 2e-3 if config["precision"] == "bf16" else 1e-5
+def assert_alike(losses: list[float], expected: list[float], config: TrainingConfig) -> None:
+    """To within what the same may differ from process to process: sums depend on the number of threads, and on where memory
+    lies, by a bit, and Adam takes that for a direction where a gradient is next to nothing. A loss after five updates was
+    seen to differ by 4e-4 of it; without clipping the third differs by 2e-2."""
+    assert len(losses) == len(expected)
+    for updates, (loss, same) in enumerate(zip(losses, expected, strict=True)):
+        share = 2e-3 if config["precision"] == "bf16" or updates > 1 else 1e-5
+        assert loss == pytest.approx(same, rel=share), f"after {updates} updates"
 
 
 CASES: list[tuple[str, dict[str, Any], list[dict[str, Value]]]] = [
@@ -162,7 +166,7 @@ def test_the_script_gives_the_losses_of_training(
         config = recommendation.best.config.replace(change)
         expected = losses_of_training(program, recommendation, config)
         losses = losses_of_script(export(recommendation, config), tmp_path / str(number), driver)
-        assert losses == pytest.approx(expected, rel=rounding(config))
+        assert_alike(losses, expected, config)
 
 
 def test_a_script_for_a_gpu_moves_batches_of_any_nesting() -> None:
@@ -291,7 +295,7 @@ def test_a_file_whose_name_cannot_be_imported_is_loaded_by_its_path(
     recommendation, _ = recommendation_for(program, Conditions(device="cpu", global_batch_size=None))
     expected = losses_of_training(program, recommendation, recommendation.best.config)
     losses = losses_of_script(export(recommendation), tmp_path / "elsewhere", driver)
-    assert losses == pytest.approx(expected, rel=rounding(recommendation.best.config))
+    assert_alike(losses, expected, recommendation.best.config)
 
 
 def test_a_program_that_reads_arguments_is_not_given_those_of_the_script(tmp_path: Path) -> None:
