@@ -65,12 +65,14 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
         lock = resources.enter_context(closing(DirectoryLock(options.study)))
         if not options.fresh:
             refuse_unusable(options.study)
-        pool = resources.enter_context(_pool(workload, options, watcher, machine))
-        if budget.left() < FEWEST_STARTS * budget.elapsed():
-            pool.spare_the_compiler()  # the session will hurry, and has no time for a compilation
+        pool = resources.enter_context(_begun_pool(workload, options, watcher, machine))
+        # Optuna comes with these, and takes about half a second: beside the import of torch.
         from autotune.search.proposals import sampler_of
         from autotune.search.study import Study, workload_identity
 
+        pool.start()
+        if budget.left() < FEWEST_STARTS * budget.elapsed():
+            pool.spare_the_compiler()  # the session will hurry, and has no time for a compilation
         watcher.stage("baseline", "one step of your program")
         facts = _facts(pool, machine, conditions, options)
         space = build_space(facts, preset=options.space, only=options.only, fixed=options.fixed)
@@ -120,12 +122,13 @@ def read_facts(workload: Workload, options: SearchOptions, watcher: SearchWatche
     machine = read_machine_facts()
     conditions = _conditions(options, machine)
     _told_of_machine(machine, conditions, watcher)
-    with _pool(workload, options, watcher, machine, warm_compiler=False) as pool:
+    with _begun_pool(workload, options, watcher, machine, warm_compiler=False) as pool:
+        pool.start()
         return _facts(pool, machine, conditions, options)
 
 
 @contextmanager
-def _pool(
+def _begun_pool(
     workload: Workload,
     options: SearchOptions,
     watcher: SearchWatcher,
@@ -140,10 +143,6 @@ def _pool(
     pool = TrialPool(workload, directory, warm_compiler=warm_compiler, gpu_used_bytes=used, on_note=watcher.note)
     try:
         pool.begin()
-        # Optuna, whose import takes about half a second: beside that of torch.
-        import autotune.search.study  # noqa: F401
-
-        pool.start()
         yield pool
     finally:
         pool.close()

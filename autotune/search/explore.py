@@ -31,7 +31,7 @@ def explore(session: Session) -> int:
     session.watcher.stage("explore", "points that the sampler proposes")
     measured = 0
     for config in session.study.interrupted:
-        if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
+        if _can_be_tried(session, config):
             _measure(session, config)
             measured += 1
     measured += _second_chances(session)
@@ -55,10 +55,15 @@ def _second_chances(session: Session) -> int:
         if best is None or again.failure is not None or _is_clear_loss(session, again, faster):
             continue
         config = best.config.replace(slower.config.changes_from(faster.config))
-        if session.measured(config) is None and session.obstacle(config) is None and session.affords(config):
+        if _can_be_tried(session, config):
             session.measure(config, "explore")
             measured += 1
     return measured
+
+
+def _can_be_tried(session: Session, config: TrainingConfig) -> bool:
+    """Whether it was not measured yet, nothing stands against it, and there is time."""
+    return session.measured(config) is None and session.obstacle(config) is None and session.affords(config)
 
 
 def _pruned(session: Session, trial: Trial) -> int:

@@ -35,8 +35,14 @@ class Pace:
     rounds_of_a_plain_gain: int = FEWEST_ROUNDS
     """That the confirmation keeps time for where the best is far ahead already."""
     soak_seconds: float = 20.0
-    hurried: bool = False
-    """The budget turned out to be short for this program on this machine, as it is just now."""
+    unhurried: Pace | None = None
+    """The pace that the budget asked for, where it turned out to be short for this program on this machine, as it is just
+    now, and this one is gone at instead."""
+
+    @property
+    def hurried(self) -> bool:
+        """Whether this one is gone at for lack of time."""
+        return self.unhurried is not None
 
     @property
     def longest_seconds(self) -> float:
@@ -69,7 +75,7 @@ def hurried(pace: Pace) -> Pace:
         confirm_maximum_blocks=4,
         rounds_of_a_plain_gain=2,
         soak_seconds=min(4.0, pace.soak_seconds),
-        hurried=True,
+        unhurried=pace,
     )
 
 

@@ -79,9 +79,6 @@ class Session:
     earlier_trial_count: int = 0
     """Of the trials, those that an earlier call ran."""
 
-    _unhurried: Pace | None = None
-    """The pace that the budget asked for, while another one is gone at."""
-
     def __post_init__(self) -> None:
         self.obstacles = Obstacles(self.space)
 
@@ -416,17 +413,13 @@ class Session:
     def hurry_if_short_of(self, seconds: float) -> None:
         """From here on measurements are short where less than so many seconds are left, and otherwise as the budget asked
         for: what was short so far may have been starting alone, which takes its time once."""
-        is_short = self.budget.left() < seconds
-        if is_short and not self.pace.hurried:
-            self._unhurried, self.pace = self.pace, hurried(self.pace)
-        elif not is_short and self._unhurried is not None:
-            self.pace, self._unhurried = self._unhurried, None
+        usual = self.pace.unhurried or self.pace
+        self.pace = hurried(usual) if self.budget.left() < seconds else usual
 
     def seconds_unhurried(self, trial: Trial) -> float:
         """How long a trial that just ran would take at the most if nobody hurried."""
-        if self._unhurried is None:
-            return trial.seconds
-        more = self._unhurried.longest_seconds - self.pace.longest_seconds
+        usual = self.pace.unhurried or self.pace
+        more = usual.longest_seconds - self.pace.longest_seconds
         return trial.seconds + 2 * more  # end to end, and with batches that lie on the device
 
     def affords(self, config: TrainingConfig) -> bool:
