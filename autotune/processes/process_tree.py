@@ -48,12 +48,13 @@ def _environment(pid: int) -> bytes:
 
     For as long as that takes its environment reads as empty, and so does its command line, which of no other program do.
     """
+    environment = Path(f"/proc/{pid}/environ")
     deadline = time.monotonic() + _EXEC_SECONDS
     try:
-        while not (variables := Path(f"/proc/{pid}/environ").read_bytes()) and time.monotonic() < deadline:
+        while not (variables := environment.read_bytes()) and time.monotonic() < deadline:
             os.readlink(f"/proc/{pid}/exe")  # which a thread of the kernel has not, nor what has ended
             if Path(f"/proc/{pid}/cmdline").read_bytes():
-                break
+                return environment.read_bytes()  # it may have become the other one since it was read
             time.sleep(0.001)
         return variables
     except OSError:  # gone, or another user's
