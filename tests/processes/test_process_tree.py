@@ -4,6 +4,8 @@ import os
 import resource
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +60,18 @@ def test_marks_are_seen_of_what_becomes_another_program_at_this_moment():
         finally:
             child.kill()
             child.wait()
+
+
+def test_a_mark_that_comes_between_two_looks_is_seen(family, monkeypatch):
+    """Its environment is read while it becomes another program, its command line when it has."""
+    read, looks = Path.read_bytes, Counter()
+
+    def at_first_empty(path):
+        looks[path] += 1
+        return b"" if path.name == "environ" and looks[path] == 1 else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", at_first_empty)
+    assert set(carrying("AUTOTUNE_TEST_MARK", "here")) == set(family)
 
 
 def test_open_files_near_the_limit(family):
