@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autotune.failure import TrialFailure
-from autotune.measurement.clock import BlockClock, endless, synchronize
+from autotune.measurement.clock import BlockClock, Done, endless, synchronize
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.measurement.passes import BlockPlan, block_plan
@@ -185,52 +185,43 @@ def _reserved_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
 
 
-def _end_to_end_step(running: Running) -> tuple[int, object]:
+def _end_to_end_step(running: Running) -> Done:
     window = next(running.windows)
-    running.training.step(window)
-    return samples_in(window), running.training.last_weight
+    loss = running.training.step(window)
+    return Done(samples_in(window), running.training.last_weight, loss)
 
 
 def _timed_blocks(
     running: Running, request: TrialRequest, clock: BlockClock, warmup_steps: int
 ) -> tuple[tuple[float, ...], int]:
-    """The blocks are left in `clock`, which brings the pace of the warm-up; returns losses and the steps skipped."""
+    """The blocks are left in `clock`, which goes on after the warm-up; returns losses and the steps skipped."""
     meter, training = running.meter, running.training
     plan = _plan(running, request, clock)
     clock.forget()
-    losses: list[float] = [running.first_loss]
     steps, skipped = warmup_steps, 0
     scale = training.scaler.get_scale() if training.scaler else 1.0
-    last_loss = torch.tensor(running.first_loss)
-
-    def step() -> tuple[int, object]:
-        nonlocal last_loss
-        window = next(running.windows)
-        last_loss = training.step(window)
-        return samples_in(window), training.last_weight
-
     meter.reset_peak()
     meter.note_live(steps)
     begin = time.perf_counter()
     while len(clock.seconds) < plan.maximum_blocks:
-        clock.run(step, plan.minimum_seconds, plan.multiple(len(clock.seconds)))
+        clock.run(lambda: _end_to_end_step(running), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
         steps += clock.steps[-1]
         meter.note_live(steps)
-        losses.append(float(last_loss))
         if training.scaler:
             # The scaler halves its scale for each step that it skips; growth comes every 2000 steps only.
             now = training.scaler.get_scale()
             skipped += max(0, round(math.log2(scale / now))) if now else clock.steps[-1]
             scale = now
-        if not math.isfinite(losses[-1]) and not training.scaler:
-            raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
+        if not math.isfinite(clock.losses[-1]) and not training.scaler:
+            raise TrialFailure("numerics", f"the loss was {clock.losses[-1]} after {steps} steps")
         if len(clock.seconds) >= plan.minimum_blocks and plan.ends_round(len(clock.seconds)):
             beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
             if beaten or is_precise(clock.samples, clock.seconds, request.relative_precision):
                 break
         if time.perf_counter() - begin > 0.8 * request.timeouts.measure_seconds:
             break
-    return tuple(losses), skipped
+    clock.finish()
+    return (running.first_loss, *clock.losses), skipped
 
 
 def _plan(running: Running, request: TrialRequest, warm_up: BlockClock) -> BlockPlan:
@@ -277,6 +268,7 @@ class _Resident:
             self.clock.run(self._step, request.block_seconds)
             if time.perf_counter() - begin > 0.3 * request.timeouts.measure_seconds:
                 break
+        self.clock.finish()
 
     def _collected(self, running: Running) -> list[Window]:
         collected: list[Window] = []
@@ -299,17 +291,17 @@ class _Resident:
         self.next_window += 1
         return fresh(window) if self.changed_in_place else window
 
-    def _watched_step(self) -> tuple[int, object]:
+    def _watched_step(self) -> Done:
         window = self._next()
         before = [versions(item.data) for item in window]
         self.running.training.step(window)
         self.changed_in_place = [versions(item.data) for item in window] != before
-        return samples_in(window), None
+        return Done(samples_in(window))
 
-    def _step(self) -> tuple[int, object]:
+    def _step(self) -> Done:
         window = self._next()
         self.running.training.step(window)
-        return samples_in(window), None
+        return Done(samples_in(window))
 
     def _shares(self) -> tuple[float, float | None]:
         """The optimizer's share of a step, and how far the device lags behind the CPU at its end."""

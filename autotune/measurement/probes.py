@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autotune.measurement.clock import BlockClock, endless, synchronize
+from autotune.measurement.clock import BlockClock, Done, endless, synchronize
 from autotune.measurement.marks import watched_step
 from autotune.measurement.measure import PhaseReport, started
 from autotune.measurement.samples import check_workers
@@ -92,8 +92,8 @@ def probe_loader(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     windows = endless(training.loader)
     clock = BlockClock(torch.device("cpu"))
 
-    def step() -> tuple[int, None]:
-        return samples_in(next(windows)), None
+    def step() -> Done:
+        return Done(samples_in(next(windows)))
 
     begin = time.perf_counter()
     for _ in range(training.loader.most_prefetched()):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autotune.failure import TrialFailure
-from autotune.measurement.clock import BlockClock, synchronize
+from autotune.measurement.clock import BlockClock, Done, synchronize
 from autotune.measurement.compilation import compile_counts
 from autotune.measurement.cores import CoreWaits
 from autotune.measurement.measure import PhaseReport, Running, started
@@ -50,7 +50,6 @@ class _Course:
     """In each block, for the loader."""
     starved_seconds: list[float] = field(default_factory=list)
     """In each block, for a core that other work had."""
-    losses: list[float] = field(default_factory=list)
     fewest_samples: int = 0
     """In one step."""
     steps: int = 2
@@ -144,17 +143,17 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
     course = _Course(BlockClock(meter.device), fewest_samples=samples_in(running.first_window))
     steps_in_pass = training.loader.steps_in_pass() or 0
     goal_seconds = request.block_seconds * request.maximum_blocks
-    waited, loss = 0.0, torch.tensor(running.first_loss)
+    waited = 0.0
     cores = CoreWaits()
 
-    def step() -> tuple[int, None]:
-        nonlocal waited, loss
+    def step() -> Done:
+        nonlocal waited
         begin = time.perf_counter()
         window = next(running.windows)
         waited += time.perf_counter() - begin
         loss = training.step(window)
         course.fewest_samples = min(course.fewest_samples, samples_in(window))
-        return samples_in(window), None
+        return Done(samples_in(window), loss=loss)
 
     def block() -> None:
         nonlocal waited
@@ -164,7 +163,6 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         meter.note_live(course.steps)
         course.waited_seconds.append(waited)
         course.starved_seconds.append(cores.since_last())
-        course.losses.append(float(loss))
         _check_finite(course, training)
 
     begin = time.perf_counter()
@@ -173,6 +171,7 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         elapsed = time.perf_counter() - begin
         if elapsed > LONGEST_SOAK_SHARE * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
             break
+    course.clock.finish()
     return course
 
 
@@ -226,7 +225,7 @@ def _users_training(functions: UserFunctions, request: TrialRequest) -> Training
 
 def _check_finite(course: _Course, training: Training) -> None:
     blocks = 1 if training.scaler is None else NOT_FINITE_BLOCKS
-    latest = course.losses[-blocks:]
+    latest = course.clock.losses[-blocks:]
     if len(latest) == blocks and not any(math.isfinite(loss) for loss in latest):
         raise TrialFailure("numerics", f"the loss was {latest[-1]} after {course.steps} steps")
 

@@ -167,11 +167,12 @@ class Training:
             if share != 1.0:
                 loss = loss * share
             use(loss)
-            # A copy: under CUDA graphs the loss itself is overwritten by the next replay.
+            # Copies: under CUDA graphs both are overwritten by the next replay.
             part = loss.detach().clone()
             total = part if total is None else total + part
             if weight is not None:
-                total_weight = weight if total_weight is None else total_weight + weight
+                part_weight = weight.detach().clone() if isinstance(weight, torch.Tensor) else weight
+                total_weight = part_weight if total_weight is None else total_weight + part_weight
         assert total is not None
         return total, total_weight
 
