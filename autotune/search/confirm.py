@@ -207,18 +207,21 @@ def _reopened(session: Session) -> bool:
 
 def _ahead(session: Session) -> list[TrainingConfig]:
     """The best few, and one that leaves the held batch where that is faster still."""
-    finalists = _best_few(session, session.candidates(), MOST_FINALISTS)
+    finalists = _best_few(session, session.candidates(), MOST_FINALISTS, [])
     free = [trial for trial in session.candidates(free=True) if not session.allowed(trial.config)]
     best = session.best()
     if free and (best is None or session.score(free[0]) > session.score(best)):
-        finalists += _best_few(session, free, 1)
+        finalists += _best_few(session, free, 1, finalists)
     # What an earlier call found best takes part where there is time, so that it is compared in the same rounds.
     earlier = session.results().best().config
     return finalists if earlier in (session.baseline, *finalists) else [*finalists, earlier]
 
 
-def _best_few(session: Session, candidates: list[Trial], count: int) -> list[TrainingConfig]:
-    """Of the candidates, best first: the best that beat the baseline and train the same, at most so many.
+def _best_few(
+    session: Session, candidates: list[Trial], count: int, beside: list[TrainingConfig]
+) -> list[TrainingConfig]:
+    """Of the candidates, best first: the best that beat the baseline and train the same, at most so many, where there is
+    time to check them and for rounds of all, those `beside` them included.
 
     Of those that are as good as each other, as far as one measurement tells, the simplest comes first. Those within a
     hair of it take no part, for they could win by noise; of the others their rounds tell.
@@ -233,7 +236,8 @@ def _best_few(session: Session, candidates: list[Trial], count: int) -> list[Tra
         simplest = min(alike, key=lambda t: (session.space.effective_batch(t.config), session.space.rank(t.config)))
         if simplest.config == session.baseline:
             break
-        if found and not _has_time_to_check(session, found, simplest.config):
+        others = [*beside, *found]
+        if others and not _has_time_to_check(session, others, simplest.config):
             _leave_out(session, simplest.config)
             break
         if _trains_the_same(session, simplest):
@@ -268,12 +272,14 @@ def _half_width(trial: Trial) -> float:
     return measurement.interval[1] / measurement.samples_per_second - 1
 
 
-def _has_time_to_check(session: Session, found: list[TrainingConfig], config: TrainingConfig) -> bool:
-    """Whether a further finalist could be measured beside those found, once it was checked."""
+def _has_time_to_check(session: Session, others: list[TrainingConfig], config: TrainingConfig) -> bool:
+    """Whether a further finalist could be measured beside the others, once it was checked."""
     if session.is_checked(config):
         return True
     checks = [answer.seconds for (kind, _), answer in session.probes.items() if kind == "parity"]
-    return _has_time(session, [*found, config], FEWEST_ROUNDS, checks_seconds=max(checks, default=0.0))
+    # A batch that is free is told as a second answer after as few rounds as one that is plainly faster.
+    rounds = FEWEST_ROUNDS if session.allowed(config) else session.pace.rounds_of_a_plain_gain
+    return _has_time(session, [*others, config], rounds, checks_seconds=max(checks, default=0.0))
 
 
 def _trains_the_same(session: Session, trial: Trial) -> bool:

@@ -79,6 +79,21 @@ def test_a_second_finalist_is_checked_only_where_there_is_time_to_measure_it(new
     assert rounds_of(patient, second) >= 3
 
 
+def test_a_second_answer_is_checked_only_where_that_leaves_time_for_the_rounds_of_the_first(
+    new_directory: NewDirectory,
+) -> None:
+    """ResNet-50 in 290 s (H200): a check of 46 s for a larger batch, drawn in the end, left a single round of the answer."""
+    free = {**BF16, "batch_size": 128}
+    program = replace(PROGRAM, check_seconds=20.0)
+    hurried = confirmed(new_directory(), BF16, free, program=program, budget_seconds=70.0)
+    assert rounds_of(hurried, BF16) >= 3
+    assert hurried.space.baseline.replace(free) not in hurried.machine.asked("parity")
+    told = hurried.finished.skipped.values()  # type: ignore[attr-defined]
+    assert [one for one in told if one.endswith("close to the best, and not confirmed, for lack of time")]
+    patient = confirmed(new_directory(), BF16, free, program=program, budget_seconds=1000.0)
+    assert rounds_of(patient, free) >= 3
+
+
 def test_more_rounds_where_the_noise_is_larger(new_directory: NewDirectory) -> None:
     noisy = replace(PROGRAM, process_spread=0.05, block_spread=0.05, sample_speedups={("precision", "bf16"): 1.08})
     search = confirmed(new_directory(), BF16, program=noisy, budget_seconds=2000.0)
