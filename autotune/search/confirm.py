@@ -277,9 +277,12 @@ def _has_time_to_check(session: Session, others: list[TrainingConfig], config: T
     if session.is_checked(config):
         return True
     checks = [answer.seconds for (kind, _), answer in session.probes.items() if kind == "parity"]
-    # A batch that is free is told as a second answer after as few rounds as one that is plainly faster.
-    rounds = FEWEST_ROUNDS if session.allowed(config) else session.pace.rounds_of_a_plain_gain
-    return _has_time(session, [*others, config], rounds, checks_seconds=max(checks, default=0.0))
+    seconds = max(checks, default=0.0)
+    if session.allowed(config):
+        return _has_time(session, [*others, config], FEWEST_ROUNDS, checks_seconds=seconds)
+    # What leaves the held batch is a second answer: told after a single round too, and before a second finalist.
+    rounds = session.pace.rounds_of_a_plain_gain
+    return _has_time(session, others[:1], rounds, checks_seconds=seconds + _expected_seconds(session, config))
 
 
 def _trains_the_same(session: Session, trial: Trial) -> bool:
