@@ -70,6 +70,7 @@ def figures() -> str:
     gpt2 = [load(f"gpt2_{number}") for number in range(1, 4)]
     small = [load(f"small_{number}") for number in range(1, 4)]
     smaller_card = [load("gpt2_16gib")]
+    resnet50 = [load("resnet50")]
     machine = gpt2[0]["machine"]
     lines = [
         f"On one {machine['gpus'][0]['name']}, torch {machine['torch_version'].split('+')[0]}, from the command to the "
@@ -80,11 +81,12 @@ def figures() -> str:
         "|---|---|---|---|---|---|",
         row(gpt2, "tokens/s", TOKENS_PER_SAMPLE),
         row(smaller_card, "tokens/s", TOKENS_PER_SAMPLE),
+        row(resnet50, "samples/s", 1),
         row(small, "samples/s", 1),
         "",
         *(
             f"- `{repeated[0]['command']}` recommends {recommended(repeated)}."
-            for repeated in (gpt2, smaller_card, small)
+            for repeated in (gpt2, smaller_card, resnet50, small)
         ),
     ]
     return "\n".join(lines)

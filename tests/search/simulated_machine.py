@@ -257,7 +257,7 @@ class SimulatedMachine:
             return 0.0
         length = self._facts.workload.dataset_length
         comes_new = length is not None and length % _size(config) and self._most_samples.get(config.key, 0) < length
-        share = (0.35 if config["compile_scope"] != "step" else 0.0) + (0.8 if comes_new else 0.0)
+        share = (0.35 if config["compile_scope"] != "step" else 0.0) + (1.3 if comes_new else 0.0)
         return share * self.program.compile_seconds
 
     def _measured(self, request: TrialRequest, noise: random.Random) -> Measurement:
