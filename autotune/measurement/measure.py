@@ -31,6 +31,9 @@ RESIDENT_WINDOWS = 4
 """Different real batches that resident steps go round, so that no cache holds the only one."""
 RESIDENT_BYTES = 2 * 2**30
 """At most so much of the device is taken by them."""
+MOST_BEGUN_ANEW = 2
+"""So often blocks in which something was compiled are dropped: for the shorter last batch of a pass, and once for shapes
+that vary. What is compiled again and again is a part of every step."""
 SHARE_REPEATS = 5
 """By so many steps the shares of a fast step are told."""
 SHARE_SECONDS = 0.3
@@ -106,7 +109,7 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         clock, warmup_steps, peaks = _warm_up(running, request)
     phase("measure")
     with running.watch.part("end_to_end_seconds"):
-        losses, skipped = _timed_blocks(running, request, clock, warmup_steps)
+        losses, skipped, dropped_steps = _timed_blocks(running, request, clock, warmup_steps)
     memory = running.meter.marks(peaks)
     result_blocks = clock.blocks()
     value, interval = rate(result_blocks.samples, result_blocks.seconds)
@@ -129,7 +132,7 @@ def measure(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
         memory=memory,
         micro_batch_size=running.first_window[0].samples,
         micro_batches_per_step=training.parts.micro_batches_per_step,
-        warmup_steps=warmup_steps,
+        warmup_steps=warmup_steps + dropped_steps,
         build_seconds=running.build_seconds,
         first_step_seconds=running.first_step_seconds,
         process_seconds=running.process_seconds,
@@ -193,35 +196,46 @@ def _end_to_end_step(running: Running) -> Done:
 
 def _timed_blocks(
     running: Running, request: TrialRequest, clock: BlockClock, warmup_steps: int
-) -> tuple[tuple[float, ...], int]:
-    """The blocks are left in `clock`, which goes on after the warm-up; returns losses and the steps skipped."""
+) -> tuple[tuple[float, ...], int, int]:
+    """The blocks are left in `clock`, which goes on after the warm-up; returns losses, the steps that a scaler skipped, and
+    those in blocks that were dropped, since something was compiled in them."""
     meter, training = running.meter, running.training
     plan = _plan(running, request, clock)
     clock.forget()
-    steps, skipped = warmup_steps, 0
+    losses = [running.first_loss]
+    steps, skipped, begun_anew = warmup_steps, 0, 0
     scale = training.scaler.get_scale() if training.scaler else 1.0
     meter.reset_peak()
     meter.note_live(steps)
+    graphs = compile_counts().graphs
     begin = time.perf_counter()
     while len(clock.seconds) < plan.maximum_blocks:
         clock.run(lambda: _end_to_end_step(running), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
         steps += clock.steps[-1]
+        losses.append(clock.losses[-1])
         meter.note_live(steps)
         if training.scaler:
             # The scaler halves its scale for each step that it skips; growth comes every 2000 steps only.
             now = training.scaler.get_scale()
             skipped += max(0, round(math.log2(scale / now))) if now else clock.steps[-1]
             scale = now
-        if not math.isfinite(clock.losses[-1]) and not training.scaler:
-            raise TrialFailure("numerics", f"the loss was {clock.losses[-1]} after {steps} steps")
+        if not math.isfinite(losses[-1]) and not training.scaler:
+            raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
+        elapsed = time.perf_counter() - begin
+        if compile_counts().graphs > graphs and begun_anew < MOST_BEGUN_ANEW:
+            graphs, begun_anew = compile_counts().graphs, begun_anew + 1
+            if elapsed < 0.4 * request.timeouts.measure_seconds:
+                clock.finish()  # the next block's first step, where that is what compiled, goes too
+                clock.forget()
+                continue
         if len(clock.seconds) >= plan.minimum_blocks and plan.ends_round(len(clock.seconds)):
             beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
             if beaten or is_precise(clock.samples, clock.seconds, request.relative_precision):
                 break
-        if time.perf_counter() - begin > 0.8 * request.timeouts.measure_seconds:
+        if elapsed > 0.8 * request.timeouts.measure_seconds:
             break
     clock.finish()
-    return (running.first_loss, *clock.losses), skipped
+    return tuple(losses), skipped, steps - warmup_steps - sum(clock.steps)
 
 
 def _plan(running: Running, request: TrialRequest, warm_up: BlockClock) -> BlockPlan:

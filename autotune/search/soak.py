@@ -18,8 +18,8 @@ EVALUATION_SHARE = 0.4
 """Of a cold first step, for compiling forward and loss without gradients: 8.8 s for GPT-2 124M, whose first step takes 21
 to 27 s (H200)."""
 SHORTER_BATCH_SHARE = 1.4
-"""Of a cold first step, for compiling it again for the shorter last batch of a pass: 1.4 for ResNet-50, where a budget of 290 s
-ended 20 s late with a smaller share (H200); 0.7 and 0.9 for three layers of a transformer (CPU)."""
+"""Of a cold first step, for compiling it again for the shorter last batch of a pass: 1.4 for ResNet-50, where a search with
+290 s ended 20 s late by a smaller share (H200); 0.7 and 0.9 for three layers of a transformer (CPU)."""
 PARAMETER_BYTES_PER_SECOND = 1.3e8
 """Of the model, where it is saved and loaded with what the optimizer keeps beside it: 3.8 s for GPT-2 124M and AdamW, a
 state of 1.5 GB (H200)."""

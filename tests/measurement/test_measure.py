@@ -360,6 +360,19 @@ def test_graphs_breaks_and_recompiles_are_counted() -> None:
     assert measured(program()).recompiles == 0
 
 
+def test_what_is_compiled_for_the_end_of_a_pass_is_no_part_of_the_rate() -> None:
+    torch.compiler.reset()
+    # A last batch of 4 after 300 of 8, for which a second graph is made: that takes longer than all of them.
+    short_pass = program(data_fn=lambda: regression_data(samples=2404))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        result = measured(short_pass, compile_mode="default", block_seconds=0.05, minimum_blocks=3, maximum_blocks=6)
+    assert result.recompiles >= 1
+    assert sum(result.blocks.steps) % 301 == 0, "whole passes"
+    assert result.warmup_steps > 301, "dropped blocks count as these"
+    paces = [seconds / steps for seconds, steps in zip(result.blocks.seconds, result.blocks.steps, strict=True)]
+    assert max(paces) < 5 * min(paces)
+
+
 class Overflows(nn.Module):
     """No loss scale makes its gradients finite."""
 
