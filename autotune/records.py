@@ -251,7 +251,7 @@ class MemoryMarks(Record):
 
 
 class Blocks(Record):
-    """Raw timings: each block is a whole number of optimizer steps between two device synchronisations."""
+    """Raw timings: each block is a whole number of optimizer steps."""
 
     seconds: tuple[float, ...]
     samples: tuple[int, ...]

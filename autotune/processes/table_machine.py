@@ -36,7 +36,8 @@ class TableMachine:
     """Answers every request of a search as the recorded machine did, and knows nothing else.
 
     - **Measurements** are drawn from the recorded ones: a process where a point ran in several, and then its blocks, with
-      replacement, put together until they are as long as was asked for. A point that failed fails.
+      replacement, put together until they are as long as was asked for. Where they are whole passes over the data, whole
+      passes are drawn, or what happens at the end of one would come more or less often. A point that failed fails.
     - **Memory probes** tell what the measurement of the same point took, so a search may ask for the table's points only
       (`TableSpace.probe_sizes`).
     - **Loader probes** were recorded for every loader that a search may ask about. Their blocks are drawn too.
@@ -148,7 +149,7 @@ class TableMachine:
         self, request: TrialRequest, recorded: Measurement, start_seconds: float, first_step_seconds: float
     ) -> TrialAnswer:
         """As `autotune.measurement.measure` measures: until it is precise enough, or seen to be out of the race."""
-        blocks = self._blocks(request, recorded.blocks)
+        blocks = self._blocks(request, recorded.blocks, self._steps_in_pass(request.config))
         beaten = out_of_the_race(blocks.samples, blocks.seconds, request.rate_to_beat)
         resident = None
         if request.measure_resident and not (beaten and request.resident_rate_to_beat is None):
@@ -223,10 +224,14 @@ class TableMachine:
 
     # --- drawing ---
 
-    def _blocks(self, request: TrialRequest, recorded: Blocks) -> Blocks:
+    def _blocks(self, request: TrialRequest, recorded: Blocks, steps_in_pass: int | None = None) -> Blocks:
+        passes = _passes(recorded, steps_in_pass)
         drawn: list[Blocks] = []
         while len(drawn) < request.maximum_blocks:
-            drawn.append(self._block(recorded, request.block_seconds))
+            if passes:
+                drawn += _put_together(self._dice.choice(passes), request.block_seconds)
+            else:
+                drawn.append(self._block(recorded, request.block_seconds))
             if len(drawn) >= request.minimum_blocks:
                 blocks = _joined(drawn)
                 precise = is_precise(blocks.samples, blocks.seconds, request.relative_precision)
@@ -245,12 +250,14 @@ class TableMachine:
         count = len(recorded.seconds)
         parts = math.ceil(seconds / (sum(recorded.seconds) / count) - 0.05)
         drawn = self._dice.choices(range(count), k=max(1, parts))
-        return Blocks(
-            seconds=(sum(recorded.seconds[index] for index in drawn),),
-            samples=(sum(recorded.samples[index] for index in drawn),),
-            steps=(sum(recorded.steps[index] for index in drawn),),
-            weights=(sum(recorded.weights[index] for index in drawn),) if recorded.weights else (),
-        )
+        return _sum(_joined(_part(recorded, slice(index, index + 1)) for index in drawn))
+
+    def _steps_in_pass(self, config: TrainingConfig) -> int | None:
+        workload = self._head.workload
+        if workload.dataset_length is None:
+            return None
+        steps = workload.dataset_length / self._space.effective_batch(config)
+        return math.floor(steps) if workload.drop_last else math.ceil(steps)
 
     # --- seconds ---
 
@@ -293,6 +300,38 @@ def _joined(parts: Iterable[Blocks]) -> Blocks:
         steps=tuple(one for part in several for one in part.steps),
         weights=tuple(one for part in several for one in part.weights),
     )
+
+
+def _passes(recorded: Blocks, steps_in_pass: int | None) -> list[Blocks]:
+    """Each pass over the data by itself, where the blocks were cut so that they make up whole ones; else nothing."""
+    found: list[Blocks] = []
+    first = steps = 0
+    for index, count in enumerate(recorded.steps):
+        steps += count
+        if steps == steps_in_pass:
+            found.append(_part(recorded, slice(first, index + 1)))
+            first, steps = index + 1, 0
+    return found if steps == 0 else []
+
+
+def _put_together(one_pass: Blocks, seconds: float) -> list[Blocks]:
+    """A pass as blocks that are at least so many seconds long, where it is so long itself."""
+    found: list[Blocks] = []
+    first = 0
+    for index in range(len(one_pass.seconds)):
+        if sum(one_pass.seconds[first : index + 1]) >= seconds <= sum(one_pass.seconds[index + 1 :]):
+            found.append(_sum(_part(one_pass, slice(first, index + 1))))
+            first = index + 1
+    return [*found, _sum(_part(one_pass, slice(first, None)))]
+
+
+def _part(blocks: Blocks, which: slice) -> Blocks:
+    return Blocks(**{name: values[which] for name, values in blocks})
+
+
+def _sum(blocks: Blocks) -> Blocks:
+    """All of them as one."""
+    return Blocks(**{name: (sum(values),) if values else () for name, values in blocks})
 
 
 def _graph(config: TrainingConfig) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from autotune.config import TrainingConfig
 from autotune.processes.replay import RecordedTrial
 from autotune.processes.table import Table, table_space
 from autotune.processes.table_machine import TableHole, TableMachine
-from autotune.records import TrialAnswer, TrialKind, TrialRequest
+from autotune.records import Blocks, Measurement, TrialAnswer, TrialKind, TrialRequest
 from tests.processes.simulated_table import LANGUAGE_MODEL, conditions_of, simulated_table
 
 TABLE, SIMULATED = simulated_table(repeated=2)
@@ -58,6 +58,37 @@ def test_blocks_are_put_together_of_recorded_ones_until_they_are_long_enough(blo
     steps = measured.blocks.steps[0] if block_seconds < 0.1 else 1
     assert min(raw) / 2 < steps * min(per_step) < max(raw)
     assert measured.samples_per_second == pytest.approx(sum(measured.blocks.samples) / sum(measured.blocks.seconds))
+
+
+@pytest.mark.parametrize("block_seconds", [0.1, 0.3, 1.0])
+def test_whole_passes_over_the_data_are_drawn_as_a_whole(block_seconds: float) -> None:
+    """Each ends with a block of workers that start anew, which is as slow as all before it."""
+    steps, seconds = (10, 10, 10, 10, 11) * 2, (0.1, 0.11, 0.12, 0.1, 0.5) + (0.12, 0.1, 0.1, 0.11, 0.6)
+    size = SPACE.effective_batch(BF16)
+    blocks = Blocks(seconds=seconds, samples=tuple(size * count for count in steps), steps=steps)
+    trials = [
+        one.model_copy(update={"answer": one.answer.model_copy(update={"measurement": with_blocks(one, blocks)})})
+        if one.kind == "measure" and one.config == BF16
+        else one
+        for one in TABLE.trials
+    ]
+    workload = TABLE.head.workload.model_copy(update={"dataset_length": 51 * size - 1})
+    table = Table(TABLE.head.model_copy(update={"workload": workload}), tuple(trials))
+    for seed in range(8):
+        asked = ask(machine(seed, table), BF16, block_seconds=block_seconds, minimum_blocks=3, maximum_blocks=6)
+        assert asked.measurement is not None
+        found = asked.measurement.blocks
+        assert sum(found.steps) % 51 == 0
+        assert min(found.seconds) >= min(block_seconds, 0.93)
+        assert 51 * size / 1.03 <= asked.measurement.samples_per_second <= 51 * size / 0.93
+    other = ask(machine(0, table), BASELINE, block_seconds=block_seconds, minimum_blocks=3, maximum_blocks=3)
+    assert other.measurement is not None
+    assert len(other.measurement.blocks.seconds) == 3, "of what was not cut into passes, blocks are drawn"
+
+
+def with_blocks(trial: RecordedTrial, blocks: Blocks) -> Measurement:
+    assert trial.answer.measurement is not None
+    return trial.answer.measurement.model_copy(update={"blocks": blocks})
 
 
 def test_processes_are_drawn_where_there_were_several() -> None:
