@@ -127,6 +127,8 @@ class WorkloadFacts(Record):
     convolution_ranks: tuple[int, ...] = ()
     """Ranks of the weights of the model's convolutions, each once: 4 for 2-D ones."""
     has_dropout: bool
+    comes_in_evaluation: bool = False
+    """Whether `model_fn` returns the model in evaluation mode: it is trained in training mode all the same."""
     model_is_compiled: bool
     """The user's model_fn compiles already."""
     loss_convention: str

@@ -179,7 +179,7 @@ def _read_json(path: Path) -> Any:
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+        raise UserError(f"{path} is not JSON: {error}; give the best.json of a study, or what save() wrote") from None
     return content
 
 

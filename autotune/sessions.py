@@ -104,9 +104,10 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
         session.warnings.extend(others)
         session.resume()
         if session.trials:
+            count = len(session.trials)
             watcher.note(
-                f"going on with {options.study}: {len(session.trials)} trials are there from an earlier call; --fresh "
-                "(fresh=True) starts over"
+                f"going on with {options.study}: {count} {'trial' if count == 1 else 'trials'} of an earlier call count; "
+                "--fresh (fresh=True) starts over"
             )
         if study.trials_of_others and not session.trials:
             watcher.note(

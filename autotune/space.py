@@ -149,7 +149,19 @@ def build_space(
         else:
             choices[one.name] = (baseline[one.name],)
     start = _usable_start(baseline.replace(fixed_values), choices, facts) if fixed_values else baseline
+    _refuse_unheld(fixed_values, facts)
     return SearchSpace(facts=facts, choices=choices, baseline=baseline, start=start)
+
+
+def _refuse_unheld(fixed: Mapping[str, Value], facts: SearchFacts) -> None:
+    """A micro-batch that the held batch is no multiple of: every point would train otherwise than the user does."""
+    name, held = batch_knob().name, facts.global_batch_size
+    if held is not None and name in fixed and held % int(fixed[name]):
+        raise SpaceError(
+            f"{name}={fixed[name]} does not make up the {held} samples of an optimizer step, which are kept: fix a divisor "
+            f"of {held}, free the batch (--free-batch, free_batch=True), or name another one (--global-batch-size "
+            f"{fixed[name]})"
+        )
 
 
 def refuse_unknown(*, preset: str, only: Sequence[str], fixed: Mapping[str, Value]) -> None:

@@ -166,14 +166,19 @@ def test_a_fixed_value_is_the_only_choice(value: Value) -> None:
 
 
 def test_a_fixed_value_need_not_be_on_the_grid() -> None:
-    assert 100 not in space().batch_sizes
-    assert space(fixed={"batch_size": 100}).batch_sizes == (100,)
+    free = search_facts(largest_batch_size=128, global_batch_size=None)
+    assert 100 not in space(facts=free).batch_sizes
+    assert space(facts=free, fixed={"batch_size": 100}).batch_sizes == (100,)
 
 
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
         ({"batch_size": 5}, "what is fixed cannot be used: batch_size: micro-batches of 5 do not add up to the global"),
+        (
+            {"batch_size": 48},
+            "batch_size=48 does not make up the 32 samples of an optimizer step, which are kept: fix a",
+        ),
         ({"batch_size": "big"}, "batch_size takes a whole number, not 'big'"),
         ({"precision": "fp8"}, "precision has no value 'fp8'; known are"),
         ({"compile_scope": "step", "compile_mode": "as_is"}, "compile_scope: nothing is compiled"),

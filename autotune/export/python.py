@@ -162,6 +162,7 @@ class _Script:
             *(line for lines in self.lines for line in lines.process),
             "model = model_fn()",
             "model.to(device)",
+            *(["model.train()"] if self.workload.comes_in_evaluation else []),
             *(line for lines in self.lines for line in lines.model),
             f"optimizer = {made_optimizer}",
             *(["scheduler = scheduler_fn(optimizer)"] if "scheduler_fn" in self.roles else []),

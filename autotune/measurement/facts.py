@@ -56,6 +56,11 @@ NO_STEP_FITS = (
     "three times that of one"
 )
 
+TRAINED_ALL_THE_SAME = (
+    "model_fn returns the model in evaluation mode, as from_pretrained does; it is trained in training mode, as a loop does "
+    "that begins with model.train()"
+)
+
 
 def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> WorkloadFacts:
     """What the search needs to know of the user's program.
@@ -141,6 +146,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         has_dropout=any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
         ),
+        comes_in_evaluation=training.came_in_evaluation,
         model_is_compiled=_is_compiled(model),
         loss_convention=convention,
         loss_weighted=weight is not None,
@@ -149,8 +155,13 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
         fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention, *request.blocks),
         step_fits=not request.facts_forward_only,
-        notes=(NO_STEP_FITS,) if request.facts_forward_only else (),
+        notes=_notes(training, request),
     )
+
+
+def _notes(training: Training, request: TrialRequest) -> tuple[str, ...]:
+    notes = [NO_STEP_FITS] if request.facts_forward_only else []
+    return (*notes, TRAINED_ALL_THE_SAME) if training.came_in_evaluation else tuple(notes)
 
 
 def _refuse_later_parameters(model: nn.Module, made_before: set[str]) -> None:

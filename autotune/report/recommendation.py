@@ -146,6 +146,8 @@ def _hours_text(hours: float) -> str:
 def _compile_text(answer: Answer) -> str | None:
     if answer.compile_seconds < 0.5:
         return None
+    if answer.compile_was_cached:
+        return f"not seen: {format_duration(answer.compile_seconds)}, out of its cache"
     if answer.compile_pays_after_steps is None:
         return f"{format_duration(answer.compile_seconds)}, never paid"
     return f"{format_duration(answer.compile_seconds)}, paid after {answer.compile_pays_after_steps:,} steps"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, settings_text
 from autotune.records import OUT_OF_MEMORY, Ceiling, FailureKind, TrialAnswer
 from autotune.search.ceiling import CeilingSearch
 from autotune.search.session import Session
@@ -56,7 +56,7 @@ def find_ceiling(
         search.tell(size, fits=fits, peak_bytes=reserved, affine=reserved is not None)
         if answer.memory is not None:
             peaks[size] = answer.memory.memory.peak_allocated_bytes
-        _tell_watcher(session, size, answer)
+        _tell_watcher(session, config, size, answer)
         stopped = "" if keep_global_batch else _reason_to_stop(size, answer, any_fits=bool(peaks))
         if stopped:
             break
@@ -101,13 +101,16 @@ def _slope(peaks: dict[int, int], device: str) -> float | None:
     return (peaks[large] - peaks[small]) / (large - small)
 
 
-def _tell_watcher(session: Session, size: int, answer: TrialAnswer) -> None:
+def _tell_watcher(session: Session, config: TrainingConfig, size: int, answer: TrialAnswer) -> None:
+    batch = session.space.batch_name
+    others = settings_text({name: value for name, value in session.told_changes(config).items() if name != batch})
+    which = f"batch {size}, {others}" if others else f"batch {size}"
     if answer.failure is not None:
-        session.watcher.probe("memory", f"batch {size}: {answer.failure.kind}: {answer.failure.message}")
+        session.watcher.probe("memory", f"{which}: {answer.failure.kind}: {answer.failure.message}")
     elif answer.memory is not None:
         peak = answer.memory.memory.peak_allocated_bytes / 2**20
         verdict = "fits" if answer.memory.fits else answer.memory.reason
-        session.watcher.probe("memory", f"batch {size}: peak {peak:.0f} MiB, {verdict}")
+        session.watcher.probe("memory", f"{which}: peak {peak:.0f} MiB, {verdict}")
 
 
 def _ceiling(

@@ -56,6 +56,8 @@ class Training:
         """Of the loader that `data_fn` made."""
         self.own_batch_size: int | None = None
         """Likewise; None where the loader has none."""
+        self.came_in_evaluation = False
+        """Whether `model_fn` returned the model in evaluation mode."""
         self.outlives_schedule = False
         """Whether steps go on at the last learning rate where a schedule ends by raising: a trial may be longer than the
         training that was planned."""
@@ -70,6 +72,10 @@ class Training:
             compute_loss=self._own_loss,
             blocks=blocks,
         )
+        if not self.model.training:
+            # As `from_pretrained` returns it, and a loop begins with this. Where a part alone is in that mode, it is meant.
+            self.came_in_evaluation = True
+            self.model.train()
         self._apply_to_model(settings, functions)
         self.loader = self._made_loader(settings, functions)
         self._contexts = _present(knob.step_context(value, self.parts) for knob, value in settings)

@@ -221,6 +221,14 @@ def test_a_script_for_a_gpu_has_every_part_of_the_step_in_order() -> None:
     assert places == sorted(places)
 
 
+def test_a_script_trains_a_model_that_comes_in_evaluation() -> None:
+    recommendation, config = gpu_recommendation()
+    assert "model.train()" not in export(recommendation, config), "parts may be in evaluation mode on purpose"
+    workload = recommendation.workload.model_copy(update={"comes_in_evaluation": True})
+    script = export(recommendation.model_copy(update={"workload": workload}), config)
+    assert script.index("model.to(device)") < script.index("model.train()") < script.index("optimizer = ")
+
+
 def gpu_recommendation() -> tuple[Recommendation, TrainingConfig]:
     conditions = Conditions(device="cuda", global_batch_size=32, clip_grad_norm=1.0)
     sample = sample_records.recommendation()

@@ -55,6 +55,13 @@ def test_a_program_is_told_in_full() -> None:
     assert (facts.block_class, facts.blocks) == (None, ())
 
 
+def test_a_model_that_comes_in_evaluation_is_told() -> None:
+    facts = facts_of(program(lambda: perceptron().eval()))
+    assert facts.comes_in_evaluation
+    assert "model_fn returns the model in evaluation mode" in facts.notes[0]
+    assert not facts_of(program()).notes
+
+
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_blocks_are_found(name: str) -> None:
     model_fn, batch = MODELS[name]

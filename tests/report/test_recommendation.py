@@ -65,6 +65,11 @@ def test_rows_without_anything_to_tell_are_left_out() -> None:
         assert label not in text
 
 
+def test_a_compile_out_of_its_cache_is_not_told_as_a_cold_one() -> None:
+    text = told(best=fast_answer(compile_was_cached=True, compile_seconds=0.8, compile_pays_after_steps=34))
+    assert "not seen: 0.8 s, out of its cache" in text
+
+
 def test_a_compile_that_never_pays_is_called_that() -> None:
     assert "21 s, never paid" in told(best=fast_answer(compile_pays_after_steps=None))
 

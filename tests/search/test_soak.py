@@ -104,6 +104,17 @@ def test_a_part_that_the_users_own_program_leaves_out_later_too_is_told(
     assert warnings_of(search) == ["trunk.weight had a gradient at first, and has none"]
 
 
+def test_what_takes_less_memory_may_be_slower_than_the_baseline(new_directory: NewDirectory, monkeypatch: Any) -> None:
+    split: dict[str, Value] = {"batch_size": 8}
+    slow = {"last_samples_per_second": 50.0}
+    finding(monkeypatch, lambda request, soak: slow if request.config["batch_size"] == 8 else {})
+    search = confirmed(new_directory(), split, program=CLOSE, budget_seconds=1000.0, objective="memory")
+    config = search.space.baseline.replace(split)
+    assert config in search.machine.asked("soak")
+    measured = [trial for trial in search.finished.trials if trial.config == config]  # type: ignore[attr-defined]
+    assert all(trial.failure is None for trial in measured)
+
+
 def test_a_rate_that_falls_below_the_baselines_gives_way_to_the_next(
     new_directory: NewDirectory, monkeypatch: Any
 ) -> None:

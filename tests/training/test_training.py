@@ -228,6 +228,22 @@ def test_the_optimizer_is_the_users_object_with_its_groups_and_hooks() -> None:
     assert all(group["fused"] for group in training.optimizer.param_groups)
 
 
+def test_a_model_that_comes_in_evaluation_is_trained_and_parts_that_do_stay_so() -> None:
+    """`from_pretrained` returns the whole in evaluation mode; who freezes statistics puts parts of it into that mode."""
+    whole = built(program(lambda: perceptron().eval()))
+    assert whole.came_in_evaluation
+    assert all(module.training for module in whole.model.modules())
+
+    def partly_frozen() -> nn.Module:
+        model = perceptron()
+        model[2].eval()
+        return model
+
+    frozen = built(program(partly_frozen))
+    assert not frozen.came_in_evaluation
+    assert [module.training for module in frozen.model] == [True, True, False]
+
+
 def test_without_an_optimizer_fn_it_is_adamw() -> None:
     assert type(built(program()).optimizer) is torch.optim.AdamW
 
