@@ -117,9 +117,11 @@ def workload_from_reference(reference: WorkloadReference) -> Workload:
     """The workload that a result says it was made with, read from the place that the result names.
 
     Imports nothing. Raises `WorkloadError` where the functions are not there any more, and where the result does not
-    say where they are, since they were handed over by value.
+    say where they are, since they were handed over by value and not by a script that can be imported.
     """
     if reference.form == "value":
+        if is_importable_script(Path(reference.location), reference.names.values()):
+            return _renamed(reference.model_copy(update={"form": "file"}))
         raise WorkloadError(
             f"the result does not say where its functions can be imported from (they were handed over by value, in "
             f"{reference.location}): give TARGET, a file or module that defines {' and '.join(reference.names)}, or "
@@ -133,6 +135,18 @@ def workload_from_reference(reference: WorkloadReference) -> Workload:
     except WorkloadError as error:
         message = f"the program that the result names: {error}; give TARGET if it lies elsewhere now"
         raise WorkloadError(message, error.detail) from None
+
+
+def is_importable_script(path: Path, names: Iterable[str]) -> bool:
+    """Whether a script defines these functions at its top level and is safe to import: it asks for `__main__` somewhere."""
+    if path.suffix != ".py" or not path.is_file():
+        return False
+    source = path.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return "__main__" in source and set(names) <= defined
 
 
 def _renamed(reference: WorkloadReference) -> Workload:

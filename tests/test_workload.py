@@ -478,6 +478,29 @@ def test_functions_of_other_names_are_found_where_fit_had_them(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
+    ("ending", "is_found"),
+    [
+        ("if __name__ == '__main__':\n    fit(net, rows)\n", True),
+        ("fit(net, rows)\n", False),
+        ("def (  # __main__\n", False),
+    ],
+)
+def test_functions_of_a_script_that_ran_are_found_in_it_where_it_can_be_imported(
+    ending: str, is_found: bool, tmp_path: Path
+) -> None:
+    script = written(tmp_path, f"def net(): ...\ndef rows():\n    return 'data'\n\n{ending}", "that_ran.py")
+    names = {"model_fn": "net", "data_fn": "rows"}
+    reference = WorkloadReference(form="value", location=script, names=names, source_hash="0" * 12)
+    if is_found:
+        again = workload_from_reference(reference)
+        assert (again.form, again.location, again.names) == ("file", script, names)
+        assert load_functions(again).data_fn() == "data"
+    else:
+        with pytest.raises(WorkloadError, match="give TARGET"):
+            workload_from_reference(reference)
+
+
+@pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         (

@@ -5,7 +5,6 @@ The knobs give their lines; this module knows only the places where lines go, an
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ from autotune.knobs.base import CodeLines
 from autotune.knobs.batch_size import micro_batches_per_step
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.records import Answer, Recommendation, SearchFacts, WorkloadReference
+from autotune.workload import is_importable_script
 
 
 def export(recommendation: Recommendation, config: TrainingConfig | None = None) -> str:
@@ -301,7 +301,7 @@ def _user_functions(reference: WorkloadReference) -> list[str]:
 
 
 def _missing(reference: WorkloadReference) -> tuple[str, ...]:
-    if reference.form != "value" or _importable_script(Path(reference.location), reference.names.values()):
+    if reference.form != "value" or is_importable_script(Path(reference.location), reference.names.values()):
         return ()
     return tuple(reference.names)
 
@@ -316,15 +316,6 @@ def _from_modules(names: dict[str, str]) -> list[str]:
         else:
             lines.append(f"from {module} import {first}" + ("" if first == role else f" as {role}"))
     return lines
-
-
-def _importable_script(path: Path, names: Iterable[str]) -> bool:
-    """Whether a script defines these names at its top level and is safe to import: it asks for `__main__` somewhere."""
-    if path.suffix != ".py" or not path.is_file():
-        return False
-    source = path.read_text(encoding="utf-8", errors="replace")
-    defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    return "__main__" in source and set(names) <= defined
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------

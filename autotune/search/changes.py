@@ -59,6 +59,8 @@ def _shown(value: object) -> str:
 
 
 def _source(then: WorkloadReference, now: WorkloadReference) -> tuple[str, ...]:
+    if then.form == "value" and then.location == now.location:
+        return ()  # of functions alone, and now of their whole file: no difference can be seen
     if (then.form, then.location) != (now.form, now.location):
         return (f"program: {then.location} then, {now.location} now",)
     return () if then.source_hash == now.source_hash else (f"the source of {now.location}",)

@@ -268,3 +268,5 @@ def test_the_program_is_compared_too(claimed: Recommendation) -> None:
         "the source of train.py",
     )
     assert changed(claimed, FACTS, location="other.py") == ("program: train.py then, other.py now",)
+    by_value = claimed.model_copy(update={"reference": claimed.reference.model_copy(update={"form": "value"})})
+    assert changed(by_value, FACTS, source_hash="ffff") == (), "functions then, and their whole file now"
