@@ -206,9 +206,12 @@ def _first_run(
     loss_fn: Callable[..., Any] | None,
 ) -> tuple[float, float]:
     """A loss_fn that fails is told how it is called, where it names its arguments otherwise; and so is an optimizer that
-    wants a closure."""
+    wants a closure. What is no loss because loss_fn trains by itself is told as that."""
     try:
         return run(training, window)
+    except WorkloadError:
+        _refuse_gradients_of_the_loss(training)  # nothing else has called backward() yet
+        raise
     except Exception as error:  # whatever the user's code raises
         if loss_fn is not None and isinstance(error, (TypeError, AttributeError)):
             tell_call(error, "loss_fn", loss_fn, *ARGUMENTS["loss_fn"])

@@ -180,6 +180,22 @@ def test_a_loss_that_leaves_gradients_behind_is_refused() -> None:
     facts_of(program(loss_fn=functools.partial(adversarial, clears=True)))
 
 
+@pytest.mark.parametrize("returned", [torch.Tensor.detach, torch.Tensor.item])
+def test_a_loss_that_trains_by_itself_is_told_so_whatever_it_returns(returned: Any) -> None:
+    def by_chunks(model: nn.Module, batch: Any) -> Any:
+        total = torch.zeros(())
+        for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            loss = mse(model, (x, y)) / 2
+            loss.backward()
+            total += loss.detach()
+        return returned(total)
+
+    with pytest.raises(
+        WorkloadError, match=r"has a gradient as soon as the loss is computed.*calls \.backward\(\) itself"
+    ):
+        facts_of(program(loss_fn=by_chunks))
+
+
 def test_gradients_that_a_loss_leaves_in_what_is_not_optimized_are_the_users() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         model[0](batch[0]).sum().backward()
