@@ -316,6 +316,11 @@ def _user_message(error: BaseException, origin: Origin) -> str:
             f"{shown}{where}; the step calls backward() itself, so loss_fn must not, and what the model keeps of a step for "
             "the next one must be detached from it (.detach())"
         )
+    if re.search("does not support (sparse|dense) gradients", origin.message):
+        return (
+            f"{shown}{where}; an embedding with sparse=True needs an optimizer_fn whose optimizer takes both kinds of "
+            "gradients, such as torch.optim.SGD or Adagrad, or is made without it (without optimizer_fn it is AdamW)"
+        )
     if _NO_CUDA.search(origin.message):
         return f"{shown}{where}: there is no GPU here; leave .cuda() and .to(...) out, autotune places the model itself"
     return f"{shown}{where}"

@@ -258,6 +258,17 @@ def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
     )
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SparseAdam])
+def test_an_optimizer_that_takes_one_kind_of_gradients_says_which_take_both(optimizer_class):
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = optimizer_class(model.parameters())
+    model(torch.zeros(2, dtype=torch.long)).sum().backward()
+    failure = classify(raised(optimizer.step), "compile")
+    assert failure.kind == "user_error"
+    assert "takes both kinds of gradients, such as torch.optim.SGD" in failure.message
+    assert "without optimizer_fn it is AdamW" in failure.message
+
+
 def test_messages_are_short():
     assert len(classify(RuntimeError("x" * 5000), "build").message) < 500
 
