@@ -218,6 +218,9 @@ def describe(batch: Any) -> str:
         return f"{type(batch).__name__} with {items}"
     if isinstance(batch, (tuple, list)):
         kind = type(batch).__name__
+        alike = {_nested(item) for item in batch}
+        if len(batch) > 3 and len(alike) == 1:  # a list of the samples, as object detection collates them
+            return f"{kind} of {len(batch)} {alike.pop()}"
         if len(batch) > 8 or (batch and not any(True for _ in tensors(batch))):
             inner = sorted({type(item).__name__ for item in batch})
             return f"{kind} of {len(batch)} {'/'.join(inner)}"

@@ -253,7 +253,9 @@ def test_samples_in_a_ready_batch(batch: Any, samples: int) -> None:
         (Pair(torch.zeros(2), "a"), "Pair with inputs: float32 [2], targets: str"),
         (Sample(torch.zeros(2), ["a"]), "Sample with inputs: float32 [2], names: list of 1 str, derived: str"),
         (["a", "b"], "list of 2 str"),
-        ([torch.zeros(1)] * 9, "list of 9 Tensor"),
+        ([torch.zeros(1)] * 9, "list of 9 float32 [1]"),
+        ([torch.zeros(size) for size in range(9)], "list of 9 Tensor"),
+        (({"y": torch.zeros(1), "z": 1},) * 4, "tuple of 4 (mapping with y: float32 [1], z: int)"),
         (
             (torch.zeros(2), {"y": torch.zeros(1), "z": 1}),
             "tuple of 2: float32 [2], (mapping with y: float32 [1], z: int)",
