@@ -350,6 +350,10 @@ def _workload_from_main_script(
             'call fit under `if __name__ == "__main__":` so that the script can be imported again'
         )
     names = {role: function.__qualname__ for role, function in functions.items()}
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.parent:  # python -m package.script, which may import from its package by leading dots
+        full_names = {role: f"{spec.name}:{name}" for role, name in names.items()}
+        return Workload("module", spec.name, full_names, None, search_path, source_hash)
     return Workload("file", str(_where_named(Path(main_file))), names, None, search_path, source_hash)
 
 

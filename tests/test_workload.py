@@ -415,6 +415,28 @@ def test_where_that_fails_a_script_with_a_guard_is_imported_again(tmp_path: Path
     ]
 
 
+def test_a_script_of_a_package_is_imported_again_as_the_module_that_python_runs(tmp_path: Path) -> None:
+    package = tmp_path / "its_package"
+    package.mkdir()
+    (package / "other.py").write_text("")
+    text = SCRIPT.format(guard='if __name__ == "__main__":')
+    (package / "script.py").write_text(f"from . import other\n{text}")
+    ran = subprocess.run(
+        [sys.executable, "-m", "its_package.script"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(workload_module.__file__).parents[1])},
+        timeout=400,
+        check=False,
+    )
+    assert ran.stdout.splitlines() == [
+        "module its_package.script "
+        "{'model_fn': 'its_package.script:model_fn', 'data_fn': 'its_package.script:data_fn'}",
+        "data",
+    ], ran.stderr
+
+
 def test_without_a_guard_the_message_says_what_to_write(tmp_path: Path) -> None:
     result = run_script(tmp_path, SCRIPT.format(guard="if True:"))
     assert result.returncode == 1

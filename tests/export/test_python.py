@@ -332,6 +332,38 @@ def test_a_guarded_script_is_imported_and_an_unguarded_one_is_not(tmp_path: Path
     assert "PASTE HERE" in export(recommendation, config)
 
 
+@pytest.mark.parametrize(
+    ("place", "dots", "packages", "expected"),
+    [
+        ("pack/tune.py", ".", ["pack"], ("", "pack.tune")),
+        ("pack/scripts/tune.py", ".", ["pack", "pack/scripts"], ("", "pack.scripts.tune")),
+        (
+            "pack/scripts/tune.py",
+            "..",
+            [],
+            ("", "pack.scripts.tune"),
+        ),  # folders without an __init__.py are packages too
+        ("pack/tune.py", "", ["pack"], ("pack", "tune")),  # it was run as `python pack/tune.py`
+        ("my-folder/tune.py", ".", [], ("my-folder", "tune")),
+    ],
+)
+def test_a_script_that_imports_by_leading_dots_comes_out_of_its_package(
+    tmp_path: Path, place: str, dots: str, packages: list[str], expected: tuple[str, str]
+) -> None:
+    script = tmp_path / place
+    script.parent.mkdir(parents=True)
+    for package in packages:
+        (tmp_path / package / "__init__.py").write_text("")
+    imports = f"from {dots} import nets\n" if dots else ""
+    script.write_text(f"{imports}def net(): ...\n\nif __name__ == '__main__':\n    fit(net)\n")
+    reference = WorkloadReference(form="value", location=str(script), names={"model_fn": "net"}, source_hash="")
+    recommendation, config = gpu_recommendation()
+    lines = export(recommendation.model_copy(update={"reference": reference}), config).splitlines()
+    folder, module = expected
+    assert f"sys.path.insert(0, {str(tmp_path / folder)!r})" in lines
+    assert f"from {module} import net as model_fn" in lines
+
+
 def test_the_speed_up_is_told_where_there_is_one() -> None:
     recommendation, config = gpu_recommendation()
     best = recommendation.best.model_copy(update={"config": config})
