@@ -120,7 +120,10 @@ def workload_from_reference(reference: WorkloadReference) -> Workload:
     say where they are, since they were handed over by value and not by a script that can be imported.
     """
     if reference.form == "value":
-        if is_importable_script(Path(reference.location), reference.names.values()):
+        path = Path(reference.location)
+        if is_importable_script(path, reference.names.values()):
+            if package := package_of(path):
+                return _of_package(path, package, reference.names)
             return _renamed(reference.model_copy(update={"form": "file"}))
         raise WorkloadError(
             f"the result does not say where its functions can be imported from (they were handed over by value, in "
@@ -147,6 +150,31 @@ def is_importable_script(path: Path, names: Iterable[str]) -> bool:
     except (SyntaxError, ValueError, RecursionError):
         return False
     return "__main__" in source and set(names) <= defined
+
+
+def package_of(path: Path) -> tuple[str, ...]:
+    """The packages around a script that imports from them by leading dots, as `python -m package.script` lets it; none where
+    it does not, or where their folders are no names."""
+    if not path.is_file():
+        return ()
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8-sig", errors="replace"))
+    except SyntaxError:
+        return ()
+    dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+    folders = path.resolve().parents
+    while 0 < dots < len(folders) and (folders[dots] / "__init__.py").is_file():
+        dots += 1
+    package = tuple(folder.name for folder in reversed(folders[:dots]))
+    return package if all(name.isidentifier() for name in (*package, path.stem)) else ()
+
+
+def _of_package(path: Path, package: tuple[str, ...], names: Mapping[str, str]) -> Workload:
+    """The functions of a script that `python -m package.script` ran."""
+    module = ".".join((*package, path.stem))
+    full_names = {role: f"{module}:{name}" for role, name in names.items()}
+    above = str(path.resolve().parents[len(package)])
+    return Workload("module", module, full_names, None, (above,), _hash_text(_read(path, str(path))))
 
 
 def _renamed(reference: WorkloadReference) -> Workload:

@@ -522,6 +522,20 @@ def test_functions_of_a_script_that_ran_are_found_in_it_where_it_can_be_imported
             workload_from_reference(reference)
 
 
+def test_those_of_a_script_in_a_package_are_found_in_the_module(tmp_path: Path) -> None:
+    package = tmp_path / "package_that_ran"
+    package.mkdir()
+    written(package, "WORD = 'data'\n", "words.py")
+    body = "from .words import WORD\ndef net(): ...\ndef rows():\n    return WORD\n\nif __name__ == '__main__':\n    fit()\n"
+    script = written(package, body, "train.py")
+    names = {"model_fn": "net", "data_fn": "rows"}
+    again = workload_from_reference(
+        WorkloadReference(form="value", location=script, names=names, source_hash="0" * 12)
+    )  # fmt: skip
+    assert (again.form, again.location) == ("module", "package_that_ran.train")
+    assert load_functions(again).data_fn() == "data"
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -5,7 +5,6 @@ The knobs give their lines; this module knows only the places where lines go, an
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from autotune.knobs.base import CodeLines
 from autotune.knobs.batch_size import micro_batches_per_step
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.records import Answer, Recommendation, SearchFacts, WorkloadReference
-from autotune.workload import is_importable_script
+from autotune.workload import is_importable_script, package_of
 
 
 def export(recommendation: Recommendation, config: TrainingConfig | None = None) -> str:
@@ -289,7 +288,7 @@ def _user_functions(reference: WorkloadReference) -> list[str]:
         ]
     names = ", ".join(sorted(name if name == role else f"{name} as {role}" for role, name in reference.names.items()))
     stem = path.stem
-    if package := _package_of(path):
+    if package := package_of(path):
         above = path.resolve().parents[len(package)]
         return [f"sys.path.insert(0, {str(above)!r})", f"from {'.'.join((*package, stem))} import {names}"]
     beside = f"sys.path.insert(0, {str(path.resolve().parent)!r})"  # as of a script that is named by a link
@@ -320,23 +319,6 @@ def _from_modules(names: dict[str, str]) -> list[str]:
         else:
             lines.append(f"from {module} import {first}" + ("" if first == role else f" as {role}"))
     return lines
-
-
-def _package_of(path: Path) -> tuple[str, ...]:
-    """The packages around a script that imports from them by leading dots, as `python -m package.script` lets it; none where
-    it does not, or where their folders are no names."""
-    if not path.is_file():
-        return ()
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8-sig", errors="replace"))
-    except SyntaxError:
-        return ()
-    dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
-    folders = path.resolve().parents
-    while 0 < dots < len(folders) and (folders[dots] / "__init__.py").is_file():
-        dots += 1
-    package = tuple(folder.name for folder in reversed(folders[:dots]))
-    return package if all(name.isidentifier() for name in (*package, path.stem)) else ()
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------

@@ -109,11 +109,14 @@ def no_room(workers: int, prefetch_factor: int, others: Mapping[str, Value], fac
 def tensors_in_batch(batch_structure: str) -> int:
     """Tensors that a batch is made of, counted roughly from its description; at least 1.
 
-    Each takes a file descriptor while it is in shared memory. Long containers are described by their length alone.
+    Each takes a file descriptor while it is in shared memory. Containers of like items are described by one of them, long
+    ones of others by their length alone.
     """
     shown = batch_structure.count("[")
     counted = sum(int(count) for count in re.findall(r"\bof (\d+) Tensor", batch_structure))
-    return max(1, shown + counted)
+    alike: list[tuple[str, str]] = re.findall(r"\bof (\d+) (\([^()]*\)|[^,:()]*\[[^\]]*\])", batch_structure)
+    not_shown = sum((int(count) - 1) * item.count("[") for count, item in alike)
+    return max(1, shown + counted + not_shown)
 
 
 def _mebibytes(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from autotune.records import MachineFacts, Recommendation, SearchFacts, WorkloadFacts, WorkloadReference
 
 
@@ -59,7 +61,8 @@ def _shown(value: object) -> str:
 
 
 def _source(then: WorkloadReference, now: WorkloadReference) -> tuple[str, ...]:
-    if then.form == "value" and then.location == now.location:
+    module = Path(then.location).with_suffix("").as_posix().endswith(f"/{now.location.replace('.', '/')}")
+    if then.form == "value" and (then.location == now.location or (now.form == "module" and module)):
         return ()  # of functions alone, and now of their whole file: no difference can be seen
     if (then.form, then.location) != (now.form, now.location):
         return (f"program: {then.location} then, {now.location} now",)

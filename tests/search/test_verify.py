@@ -270,3 +270,7 @@ def test_the_program_is_compared_too(claimed: Recommendation) -> None:
     assert changed(claimed, FACTS, location="other.py") == ("program: train.py then, other.py now",)
     by_value = claimed.model_copy(update={"reference": claimed.reference.model_copy(update={"form": "value"})})
     assert changed(by_value, FACTS, source_hash="ffff") == (), "functions then, and their whole file now"
+    of_package = {"form": "value", "location": "/home/me/net/train.py"}
+    by_value = claimed.model_copy(update={"reference": claimed.reference.model_copy(update=of_package)})
+    assert changed(by_value, FACTS, form="module", location="net.train") == ()
+    assert changed(by_value, FACTS, form="module", location="other.train") != ()
