@@ -122,8 +122,8 @@ def workload_from_reference(reference: WorkloadReference) -> Workload:
     if reference.form == "value":
         path = Path(reference.location)
         if is_importable_script(path, reference.names.values()):
-            if package := package_of(path):
-                return _of_package(path, package, reference.names)
+            if found := module_in_package(path):
+                return _of_module(*found, path, reference.names)
             return _renamed(reference.model_copy(update={"form": "file"}))
         raise WorkloadError(
             f"the result does not say where its functions can be imported from (they were handed over by value, in "
@@ -142,39 +142,37 @@ def workload_from_reference(reference: WorkloadReference) -> Workload:
 
 def is_importable_script(path: Path, names: Iterable[str]) -> bool:
     """Whether a script defines these functions at its top level and is safe to import: it asks for `__main__` somewhere."""
-    if path.suffix != ".py" or not path.is_file():
+    tree = _parsed(path)
+    if path.suffix != ".py" or tree is None or not _is_guarded(path):
         return False
-    source = path.read_text(encoding="utf-8-sig", errors="replace")
-    try:
-        defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return "__main__" in source and set(names) <= defined
+    return set(names) <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def package_of(path: Path) -> tuple[str, ...]:
-    """The packages around a script that imports from them by leading dots, as `python -m package.script` lets it; none where
-    it does not, or where their folders are no names."""
-    if not path.is_file():
-        return ()
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8-sig", errors="replace"))
-    except SyntaxError:
-        return ()
-    dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+def module_in_package(path: Path) -> tuple[str, str] | None:
+    """The module that a script is which imports from its packages by leading dots, as `python -m package.script` lets it,
+    and the folder that it is found from; None where it does not, or where their folders are no names."""
+    tree = _parsed(path)
+    imports = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    dots = max((node.level for node in imports), default=0)
     folders = path.resolve().parents
     while 0 < dots < len(folders) and (folders[dots] / "__init__.py").is_file():
         dots += 1
-    package = tuple(folder.name for folder in reversed(folders[:dots]))
-    return package if all(name.isidentifier() for name in (*package, path.stem)) else ()
+    names = (*(folder.name for folder in reversed(folders[:dots])), path.stem)
+    return (".".join(names), str(folders[dots])) if dots and all(name.isidentifier() for name in names) else None
 
 
-def _of_package(path: Path, package: tuple[str, ...], names: Mapping[str, str]) -> Workload:
+def _parsed(path: Path) -> ast.Module | None:
+    """The script's syntax tree; None where there is no such file, or it is no Python."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8-sig", errors="replace"))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _of_module(module: str, folder: str, path: Path, names: Mapping[str, str]) -> Workload:
     """The functions of a script that `python -m package.script` ran."""
-    module = ".".join((*package, path.stem))
     full_names = {role: f"{module}:{name}" for role, name in names.items()}
-    above = str(path.resolve().parents[len(package)])
-    return Workload("module", module, full_names, None, (above,), _hash_text(_read(path, str(path))))
+    return Workload("module", module, full_names, None, (folder,), _hash_text(_read(path, str(path))))
 
 
 def _renamed(reference: WorkloadReference) -> Workload:

@@ -17,7 +17,7 @@ from autotune.knobs.base import CodeLines
 from autotune.knobs.batch_size import micro_batches_per_step
 from autotune.knobs.registry import KNOBS, batch_knob
 from autotune.records import Answer, Recommendation, SearchFacts, WorkloadReference
-from autotune.workload import is_importable_script, package_of
+from autotune.workload import is_importable_script, module_in_package
 
 
 def export(recommendation: Recommendation, config: TrainingConfig | None = None) -> str:
@@ -288,9 +288,9 @@ def _user_functions(reference: WorkloadReference) -> list[str]:
         ]
     names = ", ".join(sorted(name if name == role else f"{name} as {role}" for role, name in reference.names.items()))
     stem = path.stem
-    if package := package_of(path):
-        above = path.resolve().parents[len(package)]
-        return [f"sys.path.insert(0, {str(above)!r})", f"from {'.'.join((*package, stem))} import {names}"]
+    if found := module_in_package(path):
+        module, folder = found
+        return [f"sys.path.insert(0, {folder!r})", f"from {module} import {names}"]
     beside = f"sys.path.insert(0, {str(path.resolve().parent)!r})"  # as of a script that is named by a link
     if stem.isidentifier() and stem not in sys.stdlib_module_names and not path.is_symlink():
         return [beside, f"from {stem} import {names}"]

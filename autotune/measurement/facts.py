@@ -160,8 +160,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
 
 
 def _notes(training: Training, request: TrialRequest) -> tuple[str, ...]:
-    notes = [NO_STEP_FITS] if request.facts_forward_only else []
-    return (*notes, TRAINED_ALL_THE_SAME) if training.came_in_evaluation else tuple(notes)
+    notes = {NO_STEP_FITS: request.facts_forward_only, TRAINED_ALL_THE_SAME: training.came_in_evaluation}
+    return tuple(note for note, holds in notes.items() if holds)
 
 
 def _refuse_later_parameters(model: nn.Module, made_before: set[str]) -> None:

@@ -218,13 +218,13 @@ def describe(batch: Any) -> str:
         return f"{type(batch).__name__} with {items}"
     if isinstance(batch, (tuple, list)):
         kind = type(batch).__name__
-        alike = {_nested(item) for item in batch}
-        if len(batch) > 3 and len(alike) == 1:  # a list of the samples, as object detection collates them
-            return f"{kind} of {len(batch)} {alike.pop()}"
+        shown = [_nested(item) for item in batch]
+        if len(shown) > 3 and len(set(shown)) == 1:  # a list of the samples, as object detection collates them
+            return f"{kind} of {len(batch)} {shown[0]}"
         if len(batch) > 8 or (batch and not any(True for _ in tensors(batch))):
             inner = sorted({type(item).__name__ for item in batch})
             return f"{kind} of {len(batch)} {'/'.join(inner)}"
-        return f"{kind} of {len(batch)}: {', '.join(_nested(item) for item in batch)}"
+        return f"{kind} of {len(batch)}: {', '.join(shown)}"
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         items = ", ".join(f"{f.name}: {_nested(getattr(batch, f.name))}" for f in dataclasses.fields(batch))
         return f"{type(batch).__name__} with {items}"
