@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.config import Value
 from autotune.search.confirm import confirm, fewest_seconds, reserve_seconds
 from autotune.search.soak import LATE_SECONDS
 from autotune.stats import FEWEST_ROUNDS
 from tests.search.confirmed_search import BF16, FACTS, FP16, PROGRAM, TF32, NewDirectory, best, confirmed, rounds_of
-from tests.search.simulated_machine import Fault
+from tests.search.simulated_machine import Fault, Program
 from tests.search.simulated_search import SimulatedSearch
 
 
@@ -66,32 +67,28 @@ def test_a_single_change_that_noise_may_have_made_is_confirmed_all_the_same(new_
     assert rounds_of(confirmed(new_directory(), BF16, program=small, budget_seconds=1000.0), BF16) >= 3
 
 
-def test_a_second_finalist_is_checked_only_where_there_is_time_to_measure_it(new_directory: NewDirectory) -> None:
-    """Its parity check would take what the rounds of the first need, and be for nothing."""
-    second = {**BF16, "optimizer_impl": "fused"}
-    program = replace(PROGRAM, update_speedups={("optimizer_impl", "fused"): 0.85}, check_seconds=20.0)
-    hurried = confirmed(new_directory(), BF16, second, program=program, budget_seconds=90.0)
+@pytest.mark.parametrize(
+    ("beside", "program", "budget_seconds"),
+    [
+        ({"optimizer_impl": "fused"}, replace(PROGRAM, update_speedups={("optimizer_impl", "fused"): 0.85}), 90.0),
+        ({"batch_size": 128}, PROGRAM, 70.0),
+    ],
+    ids=["second finalist", "second answer"],
+)
+def test_a_second_one_is_checked_only_where_there_is_time_to_measure_it(
+    beside: dict[str, Value], program: Program, budget_seconds: float, new_directory: NewDirectory
+) -> None:
+    """Its parity check would take what the rounds of the first need, and be for nothing: ResNet-50 in 290 s (H200) had 46 s
+    for that of a larger batch, and a single round of its answer."""
+    second = {**BF16, **beside}
+    program = replace(program, check_seconds=20.0)
+    hurried = confirmed(new_directory(), BF16, second, program=program, budget_seconds=budget_seconds)
     assert rounds_of(hurried, BF16) >= 3
     assert hurried.space.baseline.replace(second) not in hurried.machine.asked("parity")
     told = hurried.finished.skipped.values()  # type: ignore[attr-defined]
     assert [one for one in told if one.endswith("close to the best, and not confirmed, for lack of time")]
     patient = confirmed(new_directory(), BF16, second, program=program, budget_seconds=1000.0)
     assert rounds_of(patient, second) >= 3
-
-
-def test_a_second_answer_is_checked_only_where_that_leaves_time_for_the_rounds_of_the_first(
-    new_directory: NewDirectory,
-) -> None:
-    """ResNet-50 in 290 s (H200): a check of 46 s for a larger batch, drawn in the end, left a single round of the answer."""
-    free = {**BF16, "batch_size": 128}
-    program = replace(PROGRAM, check_seconds=20.0)
-    hurried = confirmed(new_directory(), BF16, free, program=program, budget_seconds=70.0)
-    assert rounds_of(hurried, BF16) >= 3
-    assert hurried.space.baseline.replace(free) not in hurried.machine.asked("parity")
-    told = hurried.finished.skipped.values()  # type: ignore[attr-defined]
-    assert [one for one in told if one.endswith("close to the best, and not confirmed, for lack of time")]
-    patient = confirmed(new_directory(), BF16, free, program=program, budget_seconds=1000.0)
-    assert rounds_of(patient, free) >= 3
 
 
 def test_more_rounds_where_the_noise_is_larger(new_directory: NewDirectory) -> None:
