@@ -365,7 +365,10 @@ def test_what_is_compiled_for_the_end_of_a_pass_is_no_part_of_the_rate() -> None
     # A last batch of 4 after 300 of 8, for which a second graph is made: that takes longer than all of them.
     short_pass = program(data_fn=lambda: regression_data(samples=2404))
     with torch._inductor.config.patch(force_disable_caches=True):
-        result = measured(short_pass, compile_mode="default", block_seconds=0.05, minimum_blocks=3, maximum_blocks=6)
+        # So many blocks may be timed that a pass is short beside them on the busiest machine too.
+        result = measured(
+            short_pass, compile_mode="default", block_seconds=0.05, maximum_blocks=200, relative_precision=0.5
+        )
     assert result.recompiles >= 1
     assert sum(result.blocks.steps) % 301 == 0, "whole passes"
     assert result.warmup_steps >= 301, (
