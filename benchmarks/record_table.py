@@ -57,7 +57,7 @@ from autotune.workload import workload_from_target
 HERE = Path(__file__).parent
 PACE = Pace(block_seconds=0.15, minimum_blocks=4, maximum_blocks=8)
 """Short blocks: a replay puts longer ones together of them."""
-REPEATED = 6
+REPEATED = 24
 REPEATS = 2
 """So many of the best points, and the baseline, run in so many more processes where there is time."""
 WRITTEN_EVERY_SECONDS = 20.0
