@@ -197,8 +197,17 @@ class BlockClock:
 
     def forget(self) -> None:
         """Drops all blocks. The next one goes on where the last one ended, and has the right length by its pace."""
-        for values in (self.seconds, self.samples, self.steps, self.weights, self.losses):
+        for values in self._kept():
             values.clear()
+
+    def drop_last(self) -> None:
+        """Drops the last block. The next one begins anew, without the step that is queued already."""
+        self.finish()
+        for values in self._kept():
+            del values[-1:]
+
+    def _kept(self) -> tuple[list[Any], ...]:
+        return self.seconds, self.samples, self.steps, self.weights, self.losses
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autotune.failure import TrialFailure
+from autotune.knobs.registry import slow_to_start
 from autotune.measurement.clock import BlockClock, Done, endless, synchronize
 from autotune.measurement.compilation import break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
@@ -48,6 +49,9 @@ class Running:
 
     training: Training
     windows: Iterator[Window]
+    phase: PhaseReport
+    is_slow_to_start: bool
+    """Something was compiled or tuned in the first step, and is again for another size."""
     meter: MemoryMeter
     build_seconds: float
     first_step_seconds: float
@@ -55,6 +59,17 @@ class Running:
     first_loss: float
     first_window: Window
     watch: Stopwatch
+
+    def train(self, window: Window, phase: Phase) -> torch.Tensor:
+        """The loss of a step in this phase; where a pass ends with a shorter window, the first one gets the time that a
+        first step gets."""
+        if not self.is_slow_to_start or samples_in(window) == samples_in(self.first_window):
+            return self.training.step(window)
+        self.is_slow_to_start = False
+        self.phase("compile")
+        loss = self.training.step(window)
+        self.phase(phase)
+        return loss
 
 
 def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Running:
@@ -86,6 +101,8 @@ def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport)
     return Running(
         training=training,
         windows=windows,
+        phase=phase,
+        is_slow_to_start=slow_to_start(request.config) or compile_counts().graphs > before.graphs,
         meter=meter,
         build_seconds=build_seconds,
         first_step_seconds=first_step_seconds,
@@ -173,7 +190,7 @@ def _warm_up(running: Running, request: TrialRequest) -> tuple[BlockClock, int, 
     steps += 1
     for _ in range(MAXIMUM_WARMUP_BLOCKS):
         graphs, reserved = compile_counts(), _reserved_bytes(device)
-        clock.run(lambda: _end_to_end_step(running), request.block_seconds / 2)
+        clock.run(lambda: _end_to_end_step(running, "warm-up"), request.block_seconds / 2)
         steps += clock.steps[-1]
         settled = compile_counts() == graphs and _reserved_bytes(device) == reserved
         enough = steps > prefetched or time.perf_counter() - begin > budget_seconds
@@ -188,9 +205,9 @@ def _reserved_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
 
 
-def _end_to_end_step(running: Running) -> Done:
+def _end_to_end_step(running: Running, phase: Phase) -> Done:
     window = next(running.windows)
-    loss = running.training.step(window)
+    loss = running.train(window, phase)
     return Done(samples_in(window), running.training.last_weight, loss)
 
 
@@ -210,7 +227,8 @@ def _timed_blocks(
     graphs = compile_counts().graphs
     begin = time.perf_counter()
     while len(clock.seconds) < plan.maximum_blocks:
-        clock.run(lambda: _end_to_end_step(running), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
+        block_began = time.perf_counter()
+        clock.run(lambda: _end_to_end_step(running, "measure"), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
         steps += clock.steps[-1]
         losses.append(clock.losses[-1])
         meter.note_live(steps)
@@ -221,13 +239,14 @@ def _timed_blocks(
             scale = now
         if not math.isfinite(losses[-1]) and not training.scaler:
             raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
-        elapsed = time.perf_counter() - begin
         if compile_counts().graphs > graphs and begun_anew < MOST_BEGUN_ANEW:
             graphs, begun_anew = compile_counts().graphs, begun_anew + 1
-            if elapsed < 0.4 * request.timeouts.measure_seconds:
+            begin += time.perf_counter() - block_began  # compiling has a time of its own
+            if time.perf_counter() - begin < 0.4 * request.timeouts.measure_seconds:
                 clock.finish()  # the next block's first step, where that is what compiled, goes too
                 clock.forget()
                 continue
+        elapsed = time.perf_counter() - begin
         if len(clock.seconds) >= plan.minimum_blocks and plan.ends_round(len(clock.seconds)):
             beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
             if beaten or is_precise(clock.samples, clock.seconds, request.relative_precision):

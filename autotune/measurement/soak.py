@@ -15,7 +15,7 @@ from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, Done, synchronize
 from autotune.measurement.compilation import compile_counts
 from autotune.measurement.cores import CoreWaits
-from autotune.measurement.measure import PhaseReport, Running, started
+from autotune.measurement.measure import MOST_BEGUN_ANEW, PhaseReport, Running, started
 from autotune.measurement.samples import check_workers
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
@@ -65,6 +65,12 @@ class _Course:
         # The thread that waited most may be another one than that which all wait for.
         ran = [max(seconds - starved, LEAST_RUN_SHARE * seconds) for seconds, starved in blocks]
         return _thirds(ran, self.clock.samples)
+
+    def drop_last(self) -> None:
+        """Drops the last block, and begins the next one anew: something was compiled in it or in the step after it, which
+        is no part of how training goes on."""
+        self.clock.drop_last()
+        del self.waited_seconds[-1], self.starved_seconds[-1]
 
     def fall(self) -> str:
         """What is found of a rate that falls; empty where it holds."""
@@ -151,7 +157,7 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         begin = time.perf_counter()
         window = next(running.windows)
         waited += time.perf_counter() - begin
-        loss = training.step(window)
+        loss = running.train(window, "soak")
         course.fewest_samples = min(course.fewest_samples, samples_in(window))
         return Done(samples_in(window), loss=loss)
 
@@ -165,9 +171,14 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         course.starved_seconds.append(cores.since_last())
         _check_finite(course, training)
 
-    begin = time.perf_counter()
+    begin, graphs, begun_anew = time.perf_counter(), compile_counts().graphs, 0
     while True:
+        block_began = time.perf_counter()
         block()
+        if compile_counts().graphs > graphs and begun_anew < MOST_BEGUN_ANEW:
+            graphs, begun_anew = compile_counts().graphs, begun_anew + 1
+            begin += time.perf_counter() - block_began
+            course.drop_last()
         elapsed = time.perf_counter() - begin
         if elapsed > LONGEST_SOAK_SHARE * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
             break

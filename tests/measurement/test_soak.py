@@ -430,3 +430,48 @@ def test_a_fall_in_which_other_work_had_the_cores_is_told_as_that() -> None:
     assert 1 / crowded.unhindered_thirds()[1] == pytest.approx(1000)
     slower_too = course(seconds, [0.05] * 4 + [0.1] * 6)
     assert slower_too.fall() == fell, "half of the time is others' all along, and it got slower all the same"
+
+
+COMPILE_SECONDS = 1.0
+
+
+class Plain(nn.Module):
+    """Not of torch's own classes, which the compiler skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def compiled_slowly(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """A backend for torch.compile that changes nothing."""
+    time.sleep(COMPILE_SECONDS)
+    return graph.forward
+
+
+def test_what_is_compiled_at_the_end_of_a_pass_has_its_own_time_and_is_no_fall_of_the_rate() -> None:
+    def model_fn() -> nn.Module:
+        model = Plain()
+        model.compile(backend=compiled_slowly, dynamic=False)
+        return model
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        pause(0.02)
+        return mse(model, batch)
+
+    functions = program(model_fn, lambda: regression_data(samples=8 * 25 + 6), loss_fn)
+
+    def held() -> bool:
+        phases.clear()
+        torch._dynamo.reset()  # what an earlier attempt compiled is not compiled again
+        results.append(soak(functions, request("soak", block_seconds=0.1, maximum_blocks=4), phases.append))
+        return not any("fell" in finding for finding in results[-1].findings)
+
+    phases: list[Phase] = []
+    results: list[SoakResult] = []
+    assert holds(held), results[-1]
+    assert phases[2:5] == ["soak", "compile", "soak"], "a pass takes as long as the soak is asked to run"
+    assert any("compiled while it ran on" in finding for finding in results[-1].findings)
