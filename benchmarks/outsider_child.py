@@ -1,19 +1,17 @@
-"""Run by `outsider.py` in a fresh interpreter: a clock around an exported script's steps, and autotune's measurement.
+"""Run by `outsider.py` in a fresh interpreter: an exported script under a plain clock and autotune's trial, in turn.
 
-Reads from its one argument, in JSON, which comes first and what to run, and prints what both clocks saw. The script's part
-knows nothing of autotune.
+Reads from its one argument, in JSON, what to run, and prints what both clocks saw of each turn.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import sys
 import time
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,49 +20,67 @@ WARM_UP_SECONDS = 3.0
 """After the first step so many steps, then so many seconds of them, run untimed."""
 
 
+class Clock(Protocol):
+    """One of the two."""
+
+    def run(self, steps: int) -> tuple[int, float]:
+        """Samples and seconds of so many steps more."""
+
+
 def main() -> None:
-    """Runs both in the order that was asked for."""
+    """So many turns of each, as long as S seconds of the script: script, trial, trial, script, script and so on."""
     order = json.loads(sys.argv[1])
-    ways = {"outsider": script, "autotune": measured}
-    found = {}
-    for which in order["turns"]:
-        found[which] = ways[which](order)
-        free()
-    print(json.dumps(found))
+    script = Script(order)
+    assert "autotune" not in sys.modules
+    pace, first_step_seconds = warmed_up(script)
+    trial = Trial(order)
+    warmed_up(trial)
+    steps, passes = max(3, round(order["seconds"] / pace)), order["steps_per_epoch"]
+    if passes * pace <= 2 * order["seconds"]:
+        # The end of a pass costs the same, however much of the pass is timed: whole passes, or it is there by chance.
+        steps = max(1, round(steps / passes)) * passes
+    turns: dict[str, list[tuple[int, float]]] = {"outsider": [], "autotune": []}
+    both: list[tuple[str, Clock]] = [("outsider", script), ("autotune", trial)]
+    for number in range(order["turns"]):
+        for name, clock in both if number % 2 == 0 else both[::-1]:
+            turns[name].append(clock.run(steps))
+    print(json.dumps({"first_step_seconds": first_step_seconds, "steps": steps, **turns}))
 
 
-def free() -> None:
-    """Lets go of the training that ran, and of what the compiler has kept in this process."""
-    gc.collect()
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def warmed_up(clock: Clock) -> tuple[float, float]:
+    """Seconds per step after the warm-up, and of the first step."""
+    _, first = clock.run(1)
+    _, few = clock.run(WARM_UP_STEPS)
+    steps = max(1, round(WARM_UP_SECONDS * WARM_UP_STEPS / few))
+    _, seconds = clock.run(steps)
+    return seconds / steps, first
 
 
-def script(order: dict[str, Any]) -> dict[str, float]:
-    """Steps through the script's `train()`."""
-    steps_per_epoch, samples_per_epoch, batch = (
-        order[name] for name in ("steps_per_epoch", "samples_per_epoch", "batch")
-    )
+class Script:
+    """The exported script's `train()` between two readings of a clock."""
 
-    def samples_before(step: int) -> int:
-        epochs, rest = divmod(step, steps_per_epoch)
-        return int(epochs * samples_per_epoch + rest * batch)
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.training: Iterator[Any] = imported(order["script"]).train()
+        self.batch, self.steps_per_epoch, self.samples_per_epoch = (
+            order[name] for name in ("batch", "steps_per_epoch", "samples_per_epoch")
+        )
+        self.done = 0
 
-    training = imported(order["script"]).train()
-    assert order["turns"][0] == "autotune" or "autotune" not in sys.modules
-    first = timed(training, 1)
-    pace = timed(training, WARM_UP_STEPS) / WARM_UP_STEPS
-    steps = max(1, round(WARM_UP_SECONDS / pace))
-    done = 1 + WARM_UP_STEPS + steps
-    pace = timed(training, steps) / steps
-    steps = max(3, round(order["seconds"] / pace))
-    if steps_per_epoch * pace <= 2 * order["seconds"]:
-        # The end of a pass costs the same, however much of the pass is timed: whole passes, or the clock is wrong by chance.
-        steps = max(1, round(steps / steps_per_epoch)) * steps_per_epoch
-    seconds = timed(training, steps)
-    samples = samples_before(done + steps) - samples_before(done)
-    return {"first_step_seconds": first, "steps": steps, "samples": samples, "seconds": seconds}
+    def run(self, steps: int) -> tuple[int, float]:
+        before = self.samples()
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            next(self.training)
+        synchronize()
+        seconds = time.perf_counter() - begin
+        self.done += steps
+        return self.samples() - before, seconds
+
+    def samples(self) -> int:
+        """In all steps so far, as many as the data set has."""
+        epochs, rest = divmod(self.done, self.steps_per_epoch)
+        return int(epochs * self.samples_per_epoch + rest * self.batch)
 
 
 def imported(path: str) -> ModuleType:
@@ -77,33 +93,32 @@ def imported(path: str) -> ModuleType:
     return module
 
 
-def timed(training: Iterator[Any], steps: int) -> float:
-    """Seconds for so many steps, from one synchronisation to the next."""
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        next(training)
-    synchronize()
-    return time.perf_counter() - begin
-
-
 def synchronize() -> None:
     """Waits for the device, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def measured(order: dict[str, Any]) -> float:
-    """Samples per second as a trial measures them."""
-    from autotune.measurement.phases import answer
-    from autotune.records import TrialRequest
-    from autotune.workload import load_functions, workload_from_target
+class Trial:
+    """What a trial process runs and times, a block for each turn."""
 
-    request = TrialRequest.model_validate(order["request"])
-    functions = load_functions(workload_from_target(order["target"]))
-    measurement = answer(request, functions, lambda phase: None).measurement
-    assert measurement is not None
-    return measurement.samples_per_second
+    def __init__(self, order: dict[str, Any]) -> None:
+        from autotune.measurement.clock import BlockClock
+        from autotune.measurement.measure import end_to_end_step, started
+        from autotune.records import TrialRequest
+        from autotune.workload import load_functions, workload_from_target
+
+        request = TrialRequest.model_validate(order["request"])
+        functions = load_functions(workload_from_target(order["target"]))
+        running = started(functions, request, lambda phase: None)
+        self.step = lambda: end_to_end_step(running, "measure")
+        self.clock = BlockClock(running.meter.device)
+
+    def run(self, steps: int) -> tuple[int, float]:
+        self.clock.forget()
+        self.clock.run(self.step, 0.0, steps)
+        self.clock.finish()
+        return self.clock.samples[0], self.clock.seconds[0]
 
 
 if __name__ == "__main__":

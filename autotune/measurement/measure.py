@@ -190,7 +190,7 @@ def _warm_up(running: Running, request: TrialRequest) -> tuple[BlockClock, int, 
     steps += 1
     for _ in range(MAXIMUM_WARMUP_BLOCKS):
         graphs, reserved = compile_counts(), _reserved_bytes(device)
-        clock.run(lambda: _end_to_end_step(running, "warm-up"), request.block_seconds / 2)
+        clock.run(lambda: end_to_end_step(running, "warm-up"), request.block_seconds / 2)
         steps += clock.steps[-1]
         settled = compile_counts() == graphs and _reserved_bytes(device) == reserved
         enough = steps > prefetched or time.perf_counter() - begin > budget_seconds
@@ -205,7 +205,8 @@ def _reserved_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
 
 
-def _end_to_end_step(running: Running, phase: Phase) -> Done:
+def end_to_end_step(running: Running, phase: Phase) -> Done:
+    """A step with its loading, in this phase."""
     window = next(running.windows)
     loss = running.train(window, phase)
     return Done(samples_in(window), running.training.last_weight, loss)
@@ -228,7 +229,7 @@ def _timed_blocks(
     begin = time.perf_counter()
     while len(clock.seconds) < plan.maximum_blocks:
         block_began = time.perf_counter()
-        clock.run(lambda: _end_to_end_step(running, "measure"), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
+        clock.run(lambda: end_to_end_step(running, "measure"), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
         steps += clock.steps[-1]
         losses.append(clock.losses[-1])
         meter.note_live(steps)
