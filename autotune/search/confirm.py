@@ -32,6 +32,17 @@ PLAIN_GAIN = 1.5
 def reserve(session: Session, *, frees_the_batch: bool = False) -> None:
     """Keeps free of everything else what the confirmation is likely to take by now; as `reserve_seconds`."""
     session.budget.reserved_seconds = reserve_seconds(session, frees_the_batch=frees_the_batch)
+    session.budget.least_reserved_seconds = min(session.budget.reserved_seconds, _least_reserve_seconds(session))
+
+
+def _least_reserve_seconds(session: Session) -> float:
+    """For one round beside the baseline, and the shortest soak."""
+    base, best = session.baseline_trial(), session.best()
+    if base is None or best is None:
+        return 0.0
+    parity = 0.0 if session.is_checked(best.config) else best.seconds
+    rounds = _round_seconds(session, base) + _round_seconds(session, best)
+    return parity + rounds + soak_trial_seconds(session, best, FEWEST_SOAK_SECONDS)
 
 
 def reserve_seconds(session: Session, *, frees_the_batch: bool = False) -> float:

@@ -422,13 +422,13 @@ class Session:
         more = usual.longest_seconds - self.pace.longest_seconds
         return trial.seconds + 2 * more  # end to end, and with batches that lie on the device
 
-    def affords(self, config: TrainingConfig) -> bool:
+    def affords(self, config: TrainingConfig, *, gains_much: bool = False) -> bool:
         """Whether a trial of this configuration fits into what the budget leaves before its reserve."""
-        return self.allows(self.expected_seconds(config))
+        return self.allows(self.expected_seconds(config), gains_much=gains_much)
 
-    def allows(self, seconds: float) -> bool:
+    def allows(self, seconds: float, *, gains_much: bool = False) -> bool:
         """Whether a trial of so many seconds fits there; that one did not is remembered."""
-        allowed = self.budget.allows(seconds)
+        allowed = self.budget.allows(seconds, gains_much=gains_much)
         if not allowed:
             self.short_of = "trials" if self.budget.trials_left == 0 else "time"
         return allowed

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autotune.search.loader import search_loader
 from tests.knobs.search_facts import cpu_facts
 from tests.search.simulated_machine import Fault, Program
@@ -46,6 +48,21 @@ def test_no_more_are_tried_where_one_is_plenty(new_directory: NewDirectory) -> N
         best, ran, _ = moved(program, new_directory(), cores=16, seed=seed)
         assert best in (0, 1)
         assert ran in ([], [1])
+
+
+@pytest.mark.parametrize(("load_seconds", "expected"), [(1 / 270, [6]), (1e-4, [])])
+def test_time_kept_for_the_confirmation_goes_into_workers_only_where_they_are_sure_to_gain_much(
+    load_seconds: float, expected: list[int], new_directory: NewDirectory
+) -> None:
+    program = Program(sample_seconds=0.001, load_seconds=load_seconds, **QUIET)
+    search = SimulatedSearch(program, cpu_facts(machine_changes={"usable_cores": 16}), new_directory())
+    with search.begun() as session:
+        start = session.baseline_trial()
+        assert start is not None
+        session.probe("loader", start.config.replace({"num_workers": 1}))
+        session.budget.reserved_seconds = session.budget.left()
+        search_loader(session, start)
+        assert [config["num_workers"] for config in search.machine.asked("measure")[1:]] == expected
 
 
 def test_where_the_loader_keeps_up_nothing_is_tried(new_directory: NewDirectory) -> None:
