@@ -88,10 +88,10 @@ class EvaluationBudget(Budget):
         self._machine = machine
         self._evaluations = evaluations
 
-    def allows(self, seconds: float) -> bool:
+    def allows(self, seconds: float, *, gains_much: bool = False) -> bool:
         """Whether one more is left."""
         enough = self._evaluations is None or self._machine.evaluations() < self._evaluations
-        return enough and super().allows(seconds)
+        return enough and super().allows(seconds, gains_much=gains_much)
 
 
 class TableStudy(Study):
