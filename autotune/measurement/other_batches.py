@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
-from autotune.measurement.reference import Reference
-from autotune.measurement.runs import Difference, Run, difference
-from autotune.measurement.verdict import Allowance, allowance, drift_fault, split_fault, widened
+from autotune.measurement.reference import SAME_AGAIN, Reference
+from autotune.measurement.runs import Difference, Run, Step, difference
+from autotune.measurement.seeds import Means
+from autotune.measurement.verdict import (
+    Allowance,
+    allowance,
+    drift_fault,
+    finer_fault,
+    split_fault,
+    widened,
+    wider,
+)
+from autotune.surgery.out_of_memory import is_out_of_memory
 from autotune.training.windows import Window, samples_in
 
 
@@ -15,6 +27,8 @@ class OtherBatches:
 
     def __init__(self, reference: Reference, has_batch_norm: bool, phase: PhaseReport, notes: list[str]) -> None:
         self._reference, self._has_batch_norm, self._phase, self._notes = reference, has_batch_norm, phase, notes
+        self._means: Means | None = None
+        """Of the first window in one piece."""
 
     def accumulation_fault(
         self, whole: list[Window], windows: list[Window], run: Run, draws: bool
@@ -34,10 +48,56 @@ class OtherBatches:
             reason = split_fault(found, allowed, pieces)
         return reason or self._split_drift_fault(whole, run, pieces), found, allowed
 
+    def finer_cut_fault(self, whole: list[Window], finer: list[Window], draws: bool) -> str:
+        """What shows that the loss is no mean over its samples where these are cut finer than the candidate does; empty
+        where nothing does.
+
+        A mean by weights of classes is split rightly where all parts hold as many of each class, which two halves of a
+        batch do by chance. `finer`: the windows of `whole` in smaller parts. All windows are taken together, for a rare
+        class may be in one alone; where random numbers are drawn, the first by means over the seeds.
+        """
+        expected_parts, parts = ([item for window in windows for item in window] for windows in (whole, finer))
+        expected = self._reference.step(expected_parts, evaluated_norms=True)
+        if first_not_finite(expected.gradients) is not None:
+            return ""
+        try:
+            found = difference(expected, self._reference.step(parts, evaluated_norms=True))
+        except Exception as error:  # no batch of the candidate's is so small
+            if is_out_of_memory(error):
+                raise
+            return ""
+        pieces, allowed = len(finer[0]), self._own_allowance()
+        reason = finer_fault(found, allowed, pieces)
+        if not math.isfinite(found.loss + found.gradients.relative_error):
+            return "" if self._reference.returns_weight else reason  # 0 of 0 tokens, and none of its gradient counts
+        if not reason or not draws:
+            return reason and self._beyond_rounding(found, expected, expected_parts, pieces)
+        self._phase("parity")
+        means = self._means_of(whole[0])
+        self._phase("parity")
+        found = difference(means.step(), self._reference.means(finer[0], evaluated_norms=True).step())
+        return finer_fault(found, widened(allowed, means), pieces)
+
+    def _beyond_rounding(self, found: Difference, expected: Step, window: Window, pieces: int) -> str:
+        """The same beside what the program differs from itself by; nothing can be told of one that counts its calls."""
+        again = difference(expected, self._reference.step(window, evaluated_norms=True)).gradients.relative_error
+        if not again <= SAME_AGAIN:
+            return ""
+        runs = [
+            self._reference.inexact([window], [expected], [0], rounding=kind, evaluated_norms=True).values()
+            for kind in sorted(self._reference.own_types) or ["float32"]
+        ]
+        return finer_fault(found, wider(self._own_allowance(), allowance(map(list, runs))), pieces)
+
+    def _means_of(self, whole: Window) -> Means:
+        if self._means is None:
+            self._means = self._reference.means(whole, evaluated_norms=True)
+        return self._means
+
     def _split_by_means(self, whole: Window, window: Window) -> tuple[Difference, Allowance]:
         """Over several seeds. One seed's gradient may be off by more than that of a sum that is taken for a mean."""
         self._phase("parity")  # each has a time limit of its own
-        expected = self._reference.means(whole, evaluated_norms=True)
+        expected = self._means_of(whole)
         self._phase("parity")
         found = self._reference.means(window, evaluated_norms=True)
         return difference(expected.step(), found.step()), widened(self._own_allowance(), expected)

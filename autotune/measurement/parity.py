@@ -69,7 +69,8 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
 
     The reference takes the samples of a step in one piece, as the user does. A model with BatchNorm, which sees the
     micro-batch, or with random numbers of its own, which are drawn by the micro-batch, is compared in two parts: at the
-    candidate's micro-batches, and, with BatchNorm in evaluation, the accumulation alone. Where the reference does not
+    candidate's micro-batches, and, with BatchNorm in evaluation, the accumulation alone. Where a step is split, the
+    reference is also held against itself in smaller parts than the candidate's. Where the reference does not
     fit, both are made smaller. Where the user's program fits at no batch, the reference takes the values with which it
     does (`request.reference`), and memory holds one of the two at a time.
 
@@ -155,7 +156,8 @@ class _Check:
             self.functions, self.conditions, self.place, self.request.reference, self.request.blocks
         )
         self.floors = Floors(self.reference, self.config, self.conditions, users_precision, self.notes)
-        windows, whole, own_batches, self.collate_keeps_count = windows_for_both(self.training, STEPS)
+        drawn = windows_for_both(self.training, STEPS)
+        windows, whole, own_batches, self.collate_keeps_count, finer = drawn
         self.phase("parity")
         self.has_batch_norm = has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
         self.expects_compiled_graphs = self.training.parts.expects_compiled_graphs
@@ -171,7 +173,7 @@ class _Check:
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
         other_batches = OtherBatches(self.reference, has_batch_norm, self.phase, self.notes)
         splits_apart = whole is not None and (draws or has_batch_norm)
-        if splits_apart or own_batches is not None or self.floors.roundings:
+        if whole is not None or own_batches is not None or self.floors.roundings:
             self.reference.reuse_if_stateless(expected, taken)
         if whole is not None and splits_apart:
             if has_batch_norm:
@@ -183,7 +185,10 @@ class _Check:
             reason = other_batches.larger_batch_fault(expected, windows, own_batches)
             if reason:
                 return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
-        return self._compared(expected, taken, windows)
+        finer_reason = ""
+        if whole is not None and finer is not None:
+            finer_reason = other_batches.finer_cut_fault(whole, finer, draws)
+        return self._compared(expected, taken, windows, finer_reason)
 
     def _built(self) -> Training:
         return Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
@@ -201,8 +206,9 @@ class _Check:
 
     # --- the verdict ---
 
-    def _compared(self, expected: Run, taken: list[Window], windows: list[Window]) -> ParityResult:
-        """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one."""
+    def _compared(self, expected: Run, taken: list[Window], windows: list[Window], finer_reason: str) -> ParityResult:
+        """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one.
+        `finer_reason`: what is wrong with the split itself where it shows in smaller micro-batches alone."""
         draws_others = self._draws_others(expected)
         # More floors allow more and never less: they are measured where a candidate is in doubt without them. Where
         # memory is short, or the candidate is run again, that is before the candidate takes up its memory.
@@ -238,7 +244,7 @@ class _Check:
                 f"gradients that differ by {self.floors.unlike_itself:.2g}, so something that they depend on is in no "
                 f"state_dict(), such as numbers that model_fn draws anew ({reason})"
             )
-        return self._record(reason or updates_fault, steps, changes, allowed, windows)
+        return self._record(reason or updates_fault or finer_reason, steps, changes, allowed, windows)
 
     def _as_much_as_it_takes(
         self, steps: list[Difference], allowed: Allowance, expected: Run, taken: list[Window], pieces: int

@@ -102,6 +102,11 @@ class Reference:
             lambda training: _one_step(training, window, seed, self._place), evaluated_norms=evaluated_norms
         )
 
+    @property
+    def returns_weight(self) -> bool:
+        """Whether its loss came as (loss_sum, weight) in the latest run."""
+        return self._latest is not None and self._latest.last_weight is not None
+
     def means(self, window: Window, *, evaluated_norms: bool = False) -> Means:
         """One window, by its means over several seeds."""
         return self._with_training(

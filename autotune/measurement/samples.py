@@ -28,6 +28,8 @@ SAMPLES_TO_TELL_CHANCE = 64
 """Where few samples are changed at random, fewer may be the same by chance."""
 DRAWS_TO_TELL_CHANCE = 8
 """Of one sample, which a coin may have turned or not; or of few, where there was no time for more."""
+FINER_PIECES = 8
+"""In so many parts, and none of them the same shares of whatever a loss weights by, but by a rare chance."""
 SECONDS_TO_COMPARE = 0.5
 """Where loading one takes seconds, fewer are compared."""
 
@@ -43,6 +45,8 @@ class Drawn(NamedTuple):
     or the samples cannot be had one by one."""
     collate_keeps_count: bool = False
     """Whether the collate function gives another batch at every call, which a split makes more of."""
+    finer: list[Window] | None = None
+    """The windows, where they are split, cut into `FINER_PIECES` or more, as far as their micro-batches can be."""
 
 
 def windows_for_both(training: Training, count: int) -> Drawn:
@@ -63,13 +67,18 @@ def windows_for_both(training: Training, count: int) -> Drawn:
         if pieces == 1:
             return Drawn(windows)
         # A data set that takes many indices at once gives whole batches of a form of its own.
-        whole = rebuilt(loader, {"num_workers": 0, "batch_size": samples_in(drawn[0])})
-        return Drawn(windows, whole=_drawn(whole, 1, count))
+        size, finer_size = samples_in(drawn[0]), _finer_size(drawn[0])
+        finer_size = next(divisor for divisor in range(finer_size, 0, -1) if size % divisor == 0)
+        whole, finer = (rebuilt(loader, {"num_workers": 0, "batch_size": n}) for n in (size, finer_size))
+        return Drawn(windows, whole=_drawn(whole, 1, count), finer=_drawn(finer, size // finer_size, count))
     if pieces > 1:
-        return _collated_both(drawn, [_in_one_piece(window) for window in drawn], collate)
+        both = _collated_both(drawn, [_in_one_piece(window) for window in drawn], collate)
+        if both.finer is not None or both.collate_keeps_count:
+            return both
+        return both._replace(finer=_collated([_in_batches(window, _finer_size(window)) for window in drawn], collate))
     if samples_in(drawn[0]) <= own:
         return Drawn(_collated(drawn, collate))
-    own_batches = _in_batches(drawn[0], int(own))
+    own_batches = _in_batches(drawn[0], int(own))[:MOST_OWN_BATCHES]
     both = _collated_both([own_batches], drawn[:1], collate)
     windows = [*(both.whole or []), *_collated(drawn[1:], collate)]
     return Drawn(windows, own_batches=None if both.collate_keeps_count else both.windows[0])
@@ -197,7 +206,12 @@ def _in_one_piece(window: Window) -> Window:
 def _in_batches(window: Window, size: int) -> Window:
     samples = _in_one_piece(window)[0].data
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-    return [MicroBatch(len(part), part) for part in parts[:MOST_OWN_BATCHES]]
+    return [MicroBatch(len(part), part) for part in parts]
+
+
+def _finer_size(window: Window) -> int:
+    """Of micro-batches, no larger than the window's own."""
+    return min(window[0].samples, max(1, samples_in(window) // FINER_PIECES))
 
 
 def _collated(windows: list[Window], collate: Any) -> list[Window]:
@@ -222,7 +236,8 @@ def _collated_both(split: list[Window], whole: list[Window], collate: Any) -> Dr
     if draws and samples_in(split[0]) == samples_in(whole[0]):
         alike = [[_collated([[item]], collate)[0][0] for item in window] for window in split]
         try:
-            return Drawn(alike, [[_joined(window)] for window in alike])  # a count is the same in both, too
+            joined = [[_joined(window)] for window in alike]
+            return Drawn(alike, joined, finer=alike)  # a count is the same in all, too
         except _NotJoinedError:  # padded to the longest of each, for instance
             pass
     return Drawn(windows, in_one_piece, collate_keeps_count=keeps_count)

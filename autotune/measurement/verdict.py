@@ -27,6 +27,8 @@ SMALLEST_TENSOR_TOLERANCE = 1e-2
 TENSOR_FLOORS = 5.0
 """For one tensor of many: the worst of sixty in an honest small ResNet is off by up to four of its floors (CPU). For a
 loss too, which is one number: that a floor came out small is chance."""
+SMALLEST_FINER_TOLERANCE = 1e-2
+"""For micro-batches smaller than a candidate's: a small term that couples the samples of a batch grows as they shrink."""
 LARGEST_TOLERANCE = 0.9
 """A gradient that is gone has a relative error of 1: no floor of rounding allows that."""
 LARGEST_IN_ONE_STEP = 0.9
@@ -313,6 +315,22 @@ def split_fault(found: Difference, allowed: Allowance, pieces: int) -> str:
     return buffer_fault(found.buffers, allowed, 1)
 
 
+def finer_fault(found: Difference, allowed: Allowance, pieces: int) -> str:
+    """What a step in more and smaller micro-batches than the candidate's does else than the same samples at once, both the
+    user's own program: whether the loss is another in kind, so that the candidate's split was right by chance alone."""
+    error, limit = found.gradients.relative_error, max(allowed.tolerance, SMALLEST_FINER_TOLERANCE)
+    if reason := _not_finite(found, 1, pieces):
+        return reason
+    if any(moved > limit for moved in found.buffers.values()):
+        return ""  # what each forward pass moves, and the next one may use
+    if error <= limit:
+        return ""
+    return (
+        f"where the same samples are cut finer, gradients differ by {error:.2g}, of {limit:.2g} allowed"
+        f"{accumulation_advice(found.gradients, pieces)}"
+    )
+
+
 def accumulation_advice(found: Comparison, pieces: int) -> str:
     """What to change where gradients differ and a step is made of several micro-batches."""
     if pieces == 1:
@@ -325,8 +343,8 @@ def accumulation_advice(found: Comparison, pieces: int) -> str:
         )
     return (
         f"; with {pieces} micro-batches a step: a mean over tokens of ragged batches must return (loss_sum, weight) "
-        "from loss_fn; a loss that couples the samples of a batch (contrastive), or clears gradients (zero_grad), cannot be "
-        "split"
+        "from loss_fn, and so must one by weights of classes; a loss that couples the samples of a batch (contrastive), or "
+        "clears gradients (zero_grad), cannot be split"
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.measurement.parity_programs import (
     SPLIT,
@@ -138,3 +140,130 @@ class TakesTurns(nn.Module):
 
 def test_layers_that_take_turns_are_not_left_out_of_a_larger_batch() -> None:
     assert_passed(parity(program(TakesTurns), batch_size=32))
+
+
+# --- a split that is right by chance ---
+
+RARE_WEIGHT = torch.tensor([1.0, 10.0])
+
+
+def labelled(rare: tuple[int, ...], samples: int = 64) -> Callable[[], DataLoader[Any]]:
+    """Batches of 16; the samples of the rare class, counted from the beginning of each batch, are these."""
+
+    def data_fn() -> DataLoader[Any]:
+        x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(0))
+        labels = torch.tensor([int(index % 16 in rare) for index in range(samples)])
+        return DataLoader(TensorDataset(x, labels), batch_size=16)
+
+    return data_fn
+
+
+def by_class(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], weight=RARE_WEIGHT)
+
+
+def by_class_and_weight(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = F.cross_entropy(model(batch[0]), batch[1], weight=RARE_WEIGHT, reduction="sum")
+    return losses, RARE_WEIGHT[batch[1]].sum()
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 2))
+
+
+class NormedClassifier(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 2))
+
+
+class NoisyClassifier(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+HALVES: dict[str, Any] = {"batch_size": 8, "global_batch_size": 16}
+
+
+@pytest.mark.parametrize("model_fn", [classifier, NormedClassifier, NoisyClassifier])
+def test_a_mean_by_weights_of_classes_is_rejected_though_both_halves_hold_as_many_of_each(
+    model_fn: Callable[[], nn.Module],
+) -> None:
+    data_fn = labelled((1, 9))
+    assert_passed(parity(program(model_fn, data_fn, by_class), batch_size=16, global_batch_size=16))
+    assert_rejected(
+        parity(program(model_fn, data_fn, by_class), **HALVES),
+        r"are cut finer, gradients differ .* must return \(loss_sum, weight\) from loss_fn, and so must one by weights",
+    )
+    assert_passed(parity(program(model_fn, data_fn, by_class_and_weight), **HALVES))
+
+
+def test_a_class_that_is_in_one_window_alone_is_seen() -> None:
+    def mildly(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 2.0]))
+
+    def data_fn() -> DataLoader[Any]:
+        x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(x, (torch.arange(64) == 35).long()), batch_size=16)
+
+    assert_rejected(parity(program(classifier, data_fn, mildly), **HALVES), "are cut finer")
+
+
+def test_what_a_mean_has_none_of_in_smaller_parts_alone_is_told() -> None:
+    def over_a_few(model: nn.Module, batch: Any) -> torch.Tensor:
+        chosen = batch[1] > 0
+        return F.cross_entropy(model(batch[0])[chosen], batch[1][chosen])
+
+    def counted(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        count = (batch[1] > 0).sum()
+        return over_a_few(model, batch) * count, count  # 0 of 0: nothing that a candidate's micro-batch shows
+
+    data_fn = labelled((1, 9))
+    assert_rejected(
+        parity(program(classifier, data_fn, over_a_few), **HALVES), r"may have none, must be returned as \(loss_sum"
+    )
+    assert_passed(parity(program(classifier, data_fn, counted), **HALVES))
+
+
+def test_whole_batches_of_a_data_set_are_cut_finer_too() -> None:
+    class Rows(Dataset[Any]):
+        rows = labelled((1, 9))().dataset
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            return self.rows[indices]
+
+    def data_fn() -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=16, collate_fn=lambda batch: batch)
+
+    assert_rejected(parity(program(classifier, data_fn, by_class), **HALVES), "are cut finer")
+    assert_passed(parity(program(classifier, data_fn, by_class_and_weight), **HALVES))
+
+
+def test_what_no_smaller_batch_can_be_run_by_passes() -> None:
+    def in_fours(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert len(batch[0]) % 4 == 0
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    assert_passed(parity(program(classifier, labelled((1, 9)), in_fours), **HALVES))
+
+
+def test_a_small_term_that_couples_the_samples_is_held_to_the_candidates_own_split() -> None:
+    def hardly_coupled(model: nn.Module, batch: Any) -> torch.Tensor:
+        y = model(batch[0])
+        return F.cross_entropy(y, batch[1]) + 5e-3 * y.var(0, correction=0).mean()
+
+    assert_passed(parity(program(classifier, labelled((1, 9)), hardly_coupled), **HALVES))
+
+
+def test_a_loss_that_counts_its_calls_tells_nothing_in_smaller_parts() -> None:
+    calls = itertools.count()
+
+    def annealed(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) * (1 + next(calls) / 1000)
+
+    assert "are cut finer" not in parity(program(classifier, labelled((1, 9)), annealed), **HALVES).reason

@@ -15,6 +15,7 @@ from autotune.measurement.verdict import (
     accumulation_advice,
     allowance,
     fault,
+    finer_fault,
     update_fault,
     update_tolerance,
     widened,
@@ -208,6 +209,14 @@ def test_the_advice_for_several_micro_batches_tells_a_sum_from_a_mean_over_token
     assert accumulation_advice(a_sum, 1) == ""
     assert "they point the same way with another length: the loss is a sum" in accumulation_advice(a_sum, 4)
     assert "a mean over tokens of ragged batches must return (loss_sum, weight)" in accumulation_advice(tokens, 4)
+
+
+def test_finer_parts_are_allowed_a_hundredth_and_tell_nothing_where_buffers_move() -> None:
+    assert finer_fault(off(a=[10.0, 0.09]), STRICT, 8) == ""
+    reason = finer_fault(off(a=[10.0, 0.5]), STRICT, 8)
+    assert reason.startswith("where the same samples are cut finer, gradients differ by 0.05, of 0.01 allowed; with 8 ")
+    assert finer_fault(off(mean=1.5, a=[10.0, 0.5]), STRICT, 8) == ""
+    assert "one of 8 micro-batches may have none" in finer_fault(off(loss=math.nan), STRICT, 8)
 
 
 def test_a_mean_over_seeds_knows_how_far_two_of_them_lie_apart() -> None:
