@@ -129,6 +129,8 @@ class WorkloadFacts(Record):
     has_dropout: bool
     comes_in_evaluation: bool = False
     """Whether `model_fn` returns the model in evaluation mode: it is trained in training mode all the same."""
+    parameters_are_double: bool = False
+    """Whether all of them are float64, or complex numbers of two."""
     model_is_compiled: bool
     """The user's model_fn compiles already."""
     loss_convention: str

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 VALUES = (AS_IS, "tf32", "bf16", "fp16")
 BEST_FIRST = ("bf16", "tf32", "fp16", AS_IS)
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+DOUBLE = "all parameters of the model are float64, which autocast and TF32 leave as it is"
 AMPERE = (8, 0)
 """The first compute capability with TF32 and bfloat16 units."""
 
@@ -38,6 +39,8 @@ class Precision(Knob):
         return tuple(value for value in VALUES if _missing_support(value, facts) is None)
 
     def refused(self, facts: SearchFacts) -> dict[Value | None, str]:
+        if facts.workload.parameters_are_double:
+            return {None: DOUBLE}
         return {value: reason for value in VALUES if (reason := _missing_support(value, facts)) is not None}
 
     def prior(self, facts: SearchFacts) -> tuple[str, ...]:
@@ -100,9 +103,11 @@ class Precision(Knob):
 
 
 def _missing_support(value: str, facts: SearchFacts) -> str | None:
-    """Why this device cannot compute in `value`, in one sentence, or None."""
+    """Why this program cannot be computed in `value` on this device, in one sentence, or None."""
     if value == AS_IS:
         return None
+    if facts.workload.parameters_are_double:
+        return DOUBLE
     if facts.device == "cpu":
         return None if value == "bf16" else f"{value} needs a GPU"
     if value == "fp16":

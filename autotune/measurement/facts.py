@@ -60,6 +60,10 @@ TRAINED_ALL_THE_SAME = (
     "model_fn returns the model in evaluation mode, as from_pretrained does; it is trained in training mode, as a loop does "
     "that begins with model.train()"
 )
+IN_DOUBLE = (
+    "all parameters of the model are float64, so nothing that computes in less is tried: autocast and TF32 leave float64 "
+    "as it is"
+)
 
 
 def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> WorkloadFacts:
@@ -147,6 +151,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
         ),
         comes_in_evaluation=training.came_in_evaluation,
+        parameters_are_double=_are_double(parameters),
         model_is_compiled=_is_compiled(model),
         loss_convention=convention,
         loss_weighted=weight is not None,
@@ -160,7 +165,11 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
 
 
 def _notes(training: Training, request: TrialRequest) -> tuple[str, ...]:
-    notes = {NO_STEP_FITS: request.facts_forward_only, TRAINED_ALL_THE_SAME: training.came_in_evaluation}
+    notes = {
+        NO_STEP_FITS: request.facts_forward_only,
+        TRAINED_ALL_THE_SAME: training.came_in_evaluation,
+        IN_DOUBLE: _are_double(list(training.model.parameters())),
+    }
     return tuple(note for note, holds in notes.items() if holds)
 
 
@@ -172,6 +181,11 @@ def _refuse_later_parameters(model: nn.Module, made_before: set[str]) -> None:
             f"the model makes parameters in its first step ({', '.join(later[:3])}), which no optimizer knows, so they are "
             "not trained: make them where the model is made, or run one batch through it inside model_fn"
         )
+
+
+def _are_double(parameters: list[nn.Parameter]) -> bool:
+    types = {one.dtype for one in parameters if one.is_floating_point() or one.is_complex()}
+    return bool(types) and types <= {torch.float64, torch.complex128}
 
 
 def _convolution_ranks(model: nn.Module) -> tuple[int, ...]:

@@ -109,6 +109,7 @@ FACTS = {
     "no blocks": cuda_facts(blocks=(), block_class=None, has_batch_norm=False),
     "own optimizer": cpu_facts(optimizer_variants=(), optimizer_fixed_reason="SignStep takes no foreach/fused"),
     "compiled already": cuda_facts(model_is_compiled=True),
+    "in double": cuda_facts(parameters_are_double=True),
     "data set below the batch": cpu_facts(dataset_length=20, largest_batch_size=20),
     "one core": cpu_facts(machine_changes={"usable_cores": 1, "open_files_limit": 64, "shared_memory_bytes": 0}),
 }

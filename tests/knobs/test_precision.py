@@ -40,6 +40,21 @@ def test_conflicts_say_what_the_device_lacks() -> None:
     )
 
 
+def test_a_model_in_double_is_left_as_it_is() -> None:
+    for facts in (cpu_facts(parameters_are_double=True), cuda_facts(gpu=T4, parameters_are_double=True)):
+        assert KNOB.choices(facts) == KNOB.prior(facts) == (AS_IS,)
+        assert KNOB.saving(facts) == ()
+        assert KNOB.refused(facts) == {
+            None: "all parameters of the model are float64, which autocast and TF32 leave as it is"
+        }
+        assert KNOB.conflict("bf16", {}, facts) == KNOB.refused(facts)[None]
+
+
+def test_autocast_leaves_double_as_it_is() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.Linear(4, 4).double()(torch.ones(2, 4, dtype=torch.float64)).dtype == torch.float64
+
+
 def test_the_prior_begins_with_bf16() -> None:
     assert KNOB.prior(cuda_facts()) == ("bf16", "tf32", "fp16", AS_IS)
 

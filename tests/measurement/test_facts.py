@@ -55,6 +55,30 @@ def test_a_program_is_told_in_full() -> None:
     assert (facts.block_class, facts.blocks) == (None, ())
 
 
+def in_double() -> nn.Module:
+    return perceptron().double()
+
+
+def partly_in_double() -> nn.Module:
+    model = perceptron()
+    model[2].double()  # type: ignore[index]
+    return model
+
+
+def test_a_model_in_double_is_told() -> None:
+    def in_its_type(model: Any, batch: Any) -> torch.Tensor:
+        x = batch[0]
+        for layer in model:
+            x = layer(x.to(next(iter(layer.parameters()), x).dtype))
+        return x.square().mean()
+
+    facts = facts_of(program(in_double, loss_fn=in_its_type))
+    assert facts.parameters_are_double
+    assert "all parameters of the model are float64" in facts.notes[0]
+    partly = facts_of(program(partly_in_double, loss_fn=in_its_type))
+    assert (partly.parameters_are_double, partly.notes) == (False, ())
+
+
 def test_a_model_that_comes_in_evaluation_is_told() -> None:
     facts = facts_of(program(lambda: perceptron().eval()))
     assert facts.comes_in_evaluation
