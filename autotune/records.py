@@ -124,6 +124,8 @@ class WorkloadFacts(Record):
     optimizer_fixed_reason: str | None
     has_scheduler: bool
     has_batch_norm: bool
+    has_tracking_instance_norm: bool = False
+    """InstanceNorm that keeps running statistics, which each micro-batch moves once."""
     convolution_ranks: tuple[int, ...] = ()
     """Ranks of the weights of the model's convolutions, each once: 4 for 2-D ones."""
     has_dropout: bool

@@ -114,6 +114,11 @@ def _batch_prices(answer: Answer, baseline: Answer, workload: WorkloadFacts) -> 
         sentences.append(
             f"BatchNorm sees {answer.micro_batch_size:,} samples at a time instead of {baseline.micro_batch_size:,}"
         )
+    elif workload.has_tracking_instance_norm and answer.micro_batch_size != baseline.micro_batch_size:
+        sentences.append(
+            f"InstanceNorm's running statistics are moved by {answer.micro_batch_size:,} samples at a time instead of "
+            f"{baseline.micro_batch_size:,}"
+        )
     return tuple(sentences)
 
 

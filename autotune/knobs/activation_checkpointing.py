@@ -55,9 +55,10 @@ class ActivationCheckpointing(Knob):
         if value == AS_IS:
             return CodeLines()
         imports: tuple[str, ...] = ("import torch", "from torch.utils.checkpoint import checkpoint")
-        if facts.workload.has_batch_norm:
+        keeps_statistics = facts.workload.has_batch_norm or facts.workload.has_tracking_instance_norm
+        if keeps_statistics:
             imports = ("import contextlib", *imports)
-        lines = _RECOMPUTE_WITH_STATISTICS if facts.workload.has_batch_norm else _RECOMPUTE
+        lines = _RECOMPUTE_WITH_STATISTICS if keeps_statistics else _RECOMPUTE
         names = ", ".join(repr(name) for name in recomputed(facts.workload.blocks, str(value)))
         loop = (f"for name in [{names}]:", "    recompute(model.get_submodule(name))")
         return CodeLines(imports=imports, wrap=(*lines.strip("\n").split("\n"), "", "", *loop))

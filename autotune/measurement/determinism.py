@@ -272,13 +272,24 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
+def is_tracking_instance_norm(module: nn.Module) -> bool:
+    """Whether it normalises each sample by itself, but keeps running statistics, which each micro-batch moves once."""
+    return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.running_mean is not None
+
+
+def follows_the_batch(module: nn.Module) -> bool:
+    """Whether a norm leaves something else behind for a batch than for its parts."""
+    return is_batch_norm(module) or is_tracking_instance_norm(module)
+
+
 @contextmanager
 def batch_norms_evaluated(model: nn.Module) -> Iterator[None]:
-    """BatchNorm by its running statistics, so that no sample depends on the others of its batch.
+    """BatchNorm by its running statistics, so that no sample depends on the others of its batch, and whatever else keeps
+    such by these, so that they do not move.
 
     One that keeps none uses those that it would begin with, mean 0 and variance 1.
     """
-    norms: list[Any] = [module for module in model.modules() if is_batch_norm(module) and module.training]
+    norms: list[Any] = [module for module in model.modules() if follows_the_batch(module) and module.training]
     without_statistics = [norm for norm in norms if norm.running_mean is None]
     for norm in without_statistics:
         reference = next(model.parameters())

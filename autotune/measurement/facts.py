@@ -21,7 +21,7 @@ from autotune.config import TrainingConfig, Value
 from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
-from autotune.measurement.determinism import is_batch_norm
+from autotune.measurement.determinism import is_batch_norm, is_tracking_instance_norm
 from autotune.measurement.marks import after_each_forward
 from autotune.measurement.measure import PhaseReport
 from autotune.records import TrialRequest, WorkloadFacts
@@ -145,7 +145,8 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         optimizer_variants=optimizer_variants,
         optimizer_fixed_reason=optimizer_fixed_reason,
         has_scheduler=training.scheduler is not None,
-        has_batch_norm=any(is_batch_norm(module) for module in model.modules()),
+        has_batch_norm=any(map(is_batch_norm, model.modules())),
+        has_tracking_instance_norm=any(map(is_tracking_instance_norm, model.modules())),
         convolution_ranks=_convolution_ranks(model),
         has_dropout=any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()

@@ -14,7 +14,14 @@ import torch
 
 from autotune.config import TrainingConfig, settings_text
 from autotune.knobs.registry import batch_knob
-from autotune.measurement.determinism import HIGHEST, Precision, batch_norms_evaluated, dropout_off, is_batch_norm
+from autotune.measurement.determinism import (
+    HIGHEST,
+    Precision,
+    batch_norms_evaluated,
+    dropout_off,
+    follows_the_batch,
+    is_batch_norm,
+)
 from autotune.measurement.floors import LARGEST_REPEAT, MOST_DEPTH, Floors
 from autotune.measurement.gradients import first_not_finite
 from autotune.measurement.measure import PhaseReport
@@ -68,11 +75,12 @@ def check_parity(functions: UserFunctions, request: TrialRequest, phase: PhaseRe
     be held to where the reference's lead, and to a ten-thousandth of that.
 
     The reference takes the samples of a step in one piece, as the user does. A model with BatchNorm, which sees the
-    micro-batch, or with random numbers of its own, which are drawn by the micro-batch, is compared in two parts: at the
-    candidate's micro-batches, and, with BatchNorm in evaluation, the accumulation alone. Where a step is split, the
-    reference is also held against itself in smaller parts than the candidate's. Where the reference does not
-    fit, both are made smaller. Where the user's program fits at no batch, the reference takes the values with which it
-    does (`request.reference`), and memory holds one of the two at a time.
+    micro-batch, with InstanceNorm whose running statistics each micro-batch moves, or with random numbers of its own, which
+    are drawn by the micro-batch, is compared in two parts: at the candidate's micro-batches, and, with BatchNorm in
+    evaluation, the accumulation alone. Where a step is split, the reference is also held against itself in smaller parts
+    than the candidate's. Where the reference does not fit, both are made smaller. Where the user's program fits at no
+    batch, the reference takes the values with which it does (`request.reference`), and memory holds one of the two at a
+    time.
 
     Where rounding alone turns the gradient of a network with BatchNorm around, gradients are compared with BatchNorm in
     evaluation (`Floors.with_norms_evaluated`).
@@ -159,7 +167,8 @@ class _Check:
         drawn = windows_for_both(self.training, STEPS)
         windows, whole, own_batches, self.collate_keeps_count, finer = drawn
         self.phase("parity")
-        self.has_batch_norm = has_batch_norm = any(is_batch_norm(module) for module in self.training.model.modules())
+        norms = [module for module in self.training.model.modules() if follows_the_batch(module)]
+        self.has_batch_norm = has_batch_norm = bool(norms)
         self.expects_compiled_graphs = self.training.parts.expects_compiled_graphs
         if self.request.reference:
             self._let_candidate_go()
@@ -177,7 +186,8 @@ class _Check:
             self.reference.reuse_if_stateless(expected, taken)
         if whole is not None and splits_apart:
             if has_batch_norm:
-                self.notes.append("BatchNorm sees the micro-batch: both sides were compared at the same one")
+                followed = "BatchNorm sees" if any(map(is_batch_norm, norms)) else "InstanceNorm's statistics follow"
+                self.notes.append(f"{followed} the micro-batch: both sides were compared at the same one")
             reason, found, allowed = other_batches.accumulation_fault(whole, windows, expected, draws)
             if reason:
                 return self._record(reason, [found], {}, allowed, windows)

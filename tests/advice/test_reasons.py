@@ -127,6 +127,18 @@ def test_batch_norm_sees_the_micro_batch() -> None:
     assert "BatchNorm" not in priced(BASELINE, batch_norm=True)
 
 
+def test_statistics_of_instance_norm_are_moved_by_the_micro_batch() -> None:
+    def told(micro_batch_size: int, batch_norm: bool = False) -> tuple[str, ...]:
+        facts = workload(has_batch_norm=batch_norm, has_tracking_instance_norm=True)
+        changes = {"micro_batch_size": micro_batch_size, "effective_batch_size": 32}
+        return prices(fast_answer().model_copy(update=changes), answer(BASELINE), facts, KNOBS)
+
+    text = "InstanceNorm's running statistics are moved by 8 samples at a time instead of 32"
+    assert text in told(8)
+    assert text not in told(32)
+    assert text not in told(8, batch_norm=True)
+
+
 def test_rounding_is_told_with_what_parity_measured() -> None:
     text = priced(parity=parity(relative_error=0.21, floor=0.16))
     assert text == (

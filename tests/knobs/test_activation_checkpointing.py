@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from autotune.knobs.activation_checkpointing import ActivationCheckpointing, recomputed
 from autotune.knobs.base import AS_IS
-from tests.knobs.programs import BLOCKS, Net, assert_equal_tensors, baseline_config, gradients, steps, train
+from tests.knobs.programs import BLOCKS, WIDTH, Net, assert_equal_tensors, baseline_config, gradients, steps, train
 from tests.knobs.search_facts import cpu_facts
 
 KNOB = ActivationCheckpointing()
@@ -183,3 +183,29 @@ def test_export_does_what_the_knob_does(has_batch_norm: bool) -> None:
     assert_equal_tensors(gradients(exported), gradients(plain))
     assert_equal_tensors(exported.model.state_dict(), plain.model.state_dict())
     assert forwards == [2, 1, 2, 1]
+
+
+class InstanceNormed(nn.Module):
+    """Two blocks that keep running statistics of each sample's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms = [nn.InstanceNorm1d(1, track_running_stats=True) for _ in range(2)]
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Unflatten(1, (1, -1)), norm, nn.Flatten()) for norm in norms])
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_export_leaves_the_statistics_of_instance_norm_as_they_are() -> None:
+    facts = cpu_facts(has_batch_norm=False, has_tracking_instance_norm=True, blocks=("blocks.0", "blocks.1"))
+    lines = KNOB.export("all", baseline_config(), facts)
+    exported, plain = train(make_model=InstanceNormed), train(make_model=InstanceNormed)
+    exec("\n".join((*lines.imports, *lines.wrap)), {"model": exported.model})
+    assert_equal_tensors(gradients(exported), gradients(plain))
+    assert_equal_tensors(exported.model.state_dict(), plain.model.state_dict())

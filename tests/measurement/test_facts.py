@@ -55,6 +55,16 @@ def test_a_program_is_told_in_full() -> None:
     assert (facts.block_class, facts.blocks) == (None, ())
 
 
+@pytest.mark.parametrize("tracks", [False, True])
+def test_instance_norm_that_keeps_statistics_is_seen(tracks: bool) -> None:
+    def normed() -> nn.Module:
+        norm = nn.InstanceNorm1d(1, track_running_stats=tracks)
+        return nn.Sequential(nn.Unflatten(1, (1, -1)), norm, nn.Flatten(), nn.Linear(WIDTH, 1))
+
+    facts = facts_of(program(normed))
+    assert (facts.has_batch_norm, facts.has_tracking_instance_norm) == (False, tracks)
+
+
 def in_double() -> nn.Module:
     return perceptron().double()
 

@@ -142,6 +142,29 @@ def test_layers_that_take_turns_are_not_left_out_of_a_larger_batch() -> None:
     assert_passed(parity(program(TakesTurns), batch_size=32))
 
 
+class InstanceNormed(nn.Module):
+    def __init__(self, tracks: bool = True) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.norm = nn.InstanceNorm1d(1, affine=True, track_running_stats=tracks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.inner(x).unsqueeze(1)).squeeze(1)))
+
+
+@pytest.mark.parametrize("precision", ["as_is", "bf16"])
+def test_instance_norm_that_keeps_statistics_is_compared_at_the_same_micro_batch(precision: str) -> None:
+    result = parity(program(InstanceNormed), precision=precision, **SPLIT)
+    assert_passed(result)
+    assert result.notes == (
+        "InstanceNorm's statistics follow the micro-batch: both sides were compared at the same one",
+    )
+    assert_rejected(parity(program(InstanceNormed, loss_fn=sum_loss), precision=precision, **SPLIT), "loss is a sum")
+    without = parity(program(lambda: InstanceNormed(tracks=False)), precision=precision, **SPLIT)
+    assert_passed(without)
+    assert without.notes == ()
+
+
 # --- a split that is right by chance ---
 
 RARE_WEIGHT = torch.tensor([1.0, 10.0])
