@@ -22,6 +22,7 @@ from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
 from autotune.measurement.determinism import is_batch_norm, is_tracking_instance_norm
+from autotune.measurement.loss_scales import ASKED, DIVIDES, scaler_calls, scales_doubled
 from autotune.measurement.marks import after_each_forward
 from autotune.measurement.measure import PhaseReport
 from autotune.records import TrialRequest, WorkloadFacts
@@ -49,6 +50,8 @@ LONGEST_STEP_SECONDS = 20.0
 """A first step slower than this is not run twice to see a warm one."""
 LARGEST_WEIGHT_ROUNDING = 1e-5
 """Relative, between two sums of the same weights: a GPU may add in another order."""
+DOUBLED_CLOSELY = 1e-2
+"""Relative: what is added to a scaled loss without being scaled is small beside it."""
 BACKWARD_AND_UPDATE = 3
 """A step takes about so many times as long as its forward pass."""
 NO_STEP_FITS = (
@@ -92,7 +95,10 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
     window = _first_window(training, request.facts_batch_size)
     made_before = {name for name, _ in model.named_parameters()}
     run = _timed_forward if request.facts_forward_only else _timed_step
-    loss, first_seconds = _first_run(run, training, window, functions.loss_fn)
+    with scaler_calls() as calls:
+        loss, first_seconds = _first_run(run, training, window, functions.loss_fn)
+    if calls & ASKED and not calls & DIVIDES:
+        _refuse_scaled_loss(training, window, steps=not request.facts_forward_only)
     _refuse_later_parameters(model, made_before)
     if not math.isfinite(loss):
         raise TrialFailure(
@@ -264,6 +270,29 @@ def _refuse_metric(training: Training, window: Window, weight: float, *, steps: 
         f"loss_fn returned a loss and {weight:.4g}, which is taken for its weight, the tokens or samples that the loss is a "
         f"sum over, and is {found}: if it is a metric, return the loss alone, the mean{advice}"
     )
+
+
+def _refuse_scaled_loss(training: Training, window: Window, *, steps: bool) -> None:
+    """A loss that a `GradScaler` has scaled is twice as large at twice the scale; what is scaled for a gradient penalty, and
+    divided by the same scale, is not. `steps`: whether one fits."""
+    once = _loss_of(training, window, steps)
+    with scales_doubled(training.parts.device):
+        twice = _loss_of(training, window, steps)
+    if math.isfinite(once) and once and math.isclose(twice, 2 * once, rel_tol=DOUBLED_CLOSELY):
+        raise WorkloadError(
+            "the loss is multiplied by the scale of a torch.amp.GradScaler, and nothing divides the gradients by that "
+            "again, so the scaled loss would be trained on: leave the scaler out of loss_fn and return the loss itself; "
+            "where fp16 is tried, the step has a scaler of its own"
+        )
+
+
+def _loss_of(training: Training, window: Window, steps: bool) -> float:
+    seed_everything(0)
+    if not steps:
+        return float(training.forward_only(fresh(window))[0])
+    loss = float(training.accumulate(fresh(window)))  # a gradient penalty needs gradients
+    training.optimizer.zero_grad()
+    return loss
 
 
 def _keeps_weight(training: Training, window: Window) -> bool:
