@@ -27,8 +27,14 @@ class OtherBatches:
 
     def __init__(self, reference: Reference, has_batch_norm: bool, phase: PhaseReport, notes: list[str]) -> None:
         self._reference, self._has_batch_norm, self._phase, self._notes = reference, has_batch_norm, phase, notes
+        self.whole_step: Step | None = None
+        """On the first window in one piece, with norms in evaluation, as far as it was run."""
         self._means: Means | None = None
-        """Of the first window in one piece."""
+        """Of the same."""
+
+    def forget(self) -> None:
+        """Gives back the memory of what was kept of the first window."""
+        self.whole_step = self._means = None
 
     def accumulation_fault(
         self, whole: list[Window], windows: list[Window], run: Run, draws: bool
@@ -37,7 +43,7 @@ class OtherBatches:
 
         `run`: the user's program on the windows as they are split. `draws`: it draws random numbers.
         """
-        expected = self._reference.step(whole[0], evaluated_norms=True)
+        expected = self.whole_step = self._reference.step(whole[0], evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
             return "", difference(expected, expected), allowance()  # a deep model that BatchNorm alone keeps finite
         found = difference(expected, self._reference.step(windows[0], evaluated_norms=True))
@@ -48,38 +54,40 @@ class OtherBatches:
             reason = split_fault(found, allowed, pieces)
         return reason or self._split_drift_fault(whole, run, pieces), found, allowed
 
-    def finer_cut_fault(self, whole: list[Window], finer: list[Window], draws: bool) -> str:
+    def finer_cut_fault(self, whole: Window, finer: Window, expected: Step | None, draws: bool) -> str:
         """What shows that the loss is no mean over its samples where these are cut finer than the candidate does; empty
         where nothing does.
 
         A mean by weights of classes is split rightly where all parts hold as many of each class, which two halves of a
-        batch do by chance. `finer`: the windows of `whole` in smaller parts. All windows are taken together, for a rare
-        class may be in one alone; where random numbers are drawn, the first by means over the seeds.
+        batch do by chance. `finer`: the samples of `whole` in smaller parts. `expected`: the user's step on `whole`, where
+        that is known.
         """
-        expected_parts, parts = ([item for window in windows for item in window] for windows in (whole, finer))
-        expected = self._reference.step(expected_parts, evaluated_norms=True)
+        self._phase("parity")  # each has a time limit of its own
+        if expected is None:
+            expected = self._reference.step(whole, evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
             return ""
         try:
-            found = difference(expected, self._reference.step(parts, evaluated_norms=True))
+            found = difference(expected, self._reference.step(finer, evaluated_norms=True))
         except Exception as error:  # no batch of the candidate's is so small
             if is_out_of_memory(error):
                 raise
             return ""
-        pieces, allowed = len(finer[0]), self._own_allowance()
+        pieces, allowed = len(finer), self._own_allowance()
         reason = finer_fault(found, allowed, pieces)
         if not math.isfinite(found.loss + found.gradients.relative_error):
             return "" if self._reference.returns_weight else reason  # 0 of 0 tokens, and none of its gradient counts
         if not reason or not draws:
-            return reason and self._beyond_rounding(found, expected, expected_parts, pieces)
+            return reason and self._beyond_rounding(found, expected, whole, pieces)
         self._phase("parity")
-        means = self._means_of(whole[0])
+        means = self._means_of(whole)
         self._phase("parity")
-        found = difference(means.step(), self._reference.means(finer[0], evaluated_norms=True).step())
+        found = difference(means.step(), self._reference.means(finer, evaluated_norms=True).step())
         return finer_fault(found, widened(allowed, means), pieces)
 
     def _beyond_rounding(self, found: Difference, expected: Step, window: Window, pieces: int) -> str:
         """The same beside what the program differs from itself by; nothing can be told of one that counts its calls."""
+        self._phase("parity")
         again = difference(expected, self._reference.step(window, evaluated_norms=True)).gradients.relative_error
         if not again <= SAME_AGAIN:
             return ""

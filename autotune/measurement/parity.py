@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -195,10 +195,16 @@ class _Check:
             reason = other_batches.larger_batch_fault(expected, windows, own_batches)
             if reason:
                 return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
-        finer_reason = ""
-        if whole is not None and finer is not None:
-            finer_reason = other_batches.finer_cut_fault(whole, finer, draws)
-        return self._compared(expected, taken, windows, finer_reason)
+
+        def finer_fault_of(number: int) -> str:
+            if whole is None or finer is None:
+                return ""
+            first = expected.steps[0] if taken is whole else other_batches.whole_step
+            return other_batches.finer_cut_fault(whole[number], finer[number], None if number else first, draws)
+
+        finer_fault = finer_fault_of(0)
+        other_batches.forget()
+        return self._compared(expected, taken, windows, finer_fault, finer_fault_of)
 
     def _built(self) -> Training:
         return Training(self.functions, self.config, self.conditions, blocks=self.request.blocks)
@@ -216,9 +222,17 @@ class _Check:
 
     # --- the verdict ---
 
-    def _compared(self, expected: Run, taken: list[Window], windows: list[Window], finer_reason: str) -> ParityResult:
+    def _compared(
+        self,
+        expected: Run,
+        taken: list[Window],
+        windows: list[Window],
+        finer_fault: str,
+        finer_fault_of: Callable[[int], str],
+    ) -> ParityResult:
         """`taken`: the windows as the reference took them. Floors come from the same, or splitting would count as one.
-        `finer_reason`: what is wrong with the split itself where it shows in smaller micro-batches alone."""
+        `finer_fault`: what is wrong with the split itself where it shows in smaller micro-batches of the first window
+        alone; `finer_fault_of` tells it of another, and is asked of one whose gradient is off by more than most may be."""
         draws_others = self._draws_others(expected)
         # More floors allow more and never less: they are measured where a candidate is in doubt without them. Where
         # memory is short, or the candidate is run again, that is before the candidate takes up its memory.
@@ -254,7 +268,13 @@ class _Check:
                 f"gradients that differ by {self.floors.unlike_itself:.2g}, so something that they depend on is in no "
                 f"state_dict(), such as numbers that model_fn draws anew ({reason})"
             )
-        return self._record(reason or updates_fault or finer_reason, steps, changes, allowed, windows)
+        reason = reason or updates_fault or finer_fault
+        if not reason and not expected.drew:
+            off = [number for number, step in enumerate(steps) if step.gradients.relative_error > allowed.tolerance]
+            if any(off):
+                self._turn_to_the_reference()
+            reason = next(filter(None, map(finer_fault_of, filter(None, off))), "")
+        return self._record(reason, steps, changes, allowed, windows)
 
     def _as_much_as_it_takes(
         self, steps: list[Difference], allowed: Allowance, expected: Run, taken: list[Window], pieces: int
