@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import cloudpickle
 
@@ -356,31 +356,49 @@ def _places_of_modules(functions: dict[str, Callable[..., Any]]) -> list[str]:
 def _importable(function: Callable[..., Any]) -> bool:
     module_name = getattr(function, "__module__", None)
     qualified = getattr(function, "__qualname__", "")
-    if module_name in (None, "__main__") or "<" in qualified:
-        return False
-    found: Any = sys.modules.get(str(module_name))
+    return module_name not in (None, "__main__") and _is_named(function, sys.modules.get(str(module_name)), qualified)
+
+
+def _is_named(function: Callable[..., Any], module: ModuleType | None, qualified: str) -> bool:
+    """Whether the module has this very function by that name, and not the plain one of an object's method."""
+    found: Any = module
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    return found is function
+    return found is function or (isinstance(function, MethodType) and found == function)  # of a class
 
 
 def _workload_from_main_script(
     functions: dict[str, Callable[..., Any]], search_path: tuple[str, ...], source_hash: str, reason: str
 ) -> Workload:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-    simple = all("<" not in getattr(f, "__qualname__", "<") and f.__module__ == "__main__" for f in functions.values())
+    simple = all(
+        f.__module__ == "__main__" and "<" not in getattr(f, "__qualname__", "<") and not _is_of_object(f)
+        for f in functions.values()
+    )
     guarded = main_file is not None and _is_guarded(Path(main_file))
     if main_file is None or not simple or not guarded:
-        raise WorkloadError(
-            f"the functions cannot be sent to a trial process ({reason}). Put them into a module and import them, or "
-            'call fit under `if __name__ == "__main__":` so that the script can be imported again'
+        advice = (
+            'Put them into a module and import them, or call fit under `if __name__ == "__main__":` so that the script '
+            "can be imported again"
         )
+        owners = {type(function.__self__).__name__ for function in functions.values() if _is_of_object(function)}
+        if owners:
+            advice = (
+                f"They are methods of an object ({', '.join(sorted(owners))}), which must travel with them: make what "
+                "cannot be sent in the method that needs it first, or hand over functions instead"
+            )
+        raise WorkloadError(f"the functions cannot be sent to a trial process ({reason}). {advice}")
     names = {role: function.__qualname__ for role, function in functions.items()}
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.parent:  # python -m package.script, which may import from its package by leading dots
         full_names = {role: f"{spec.name}:{name}" for role, name in names.items()}
         return Workload("module", spec.name, full_names, None, search_path, source_hash)
     return Workload("file", str(_where_named(Path(main_file))), names, None, search_path, source_hash)
+
+
+def _is_of_object(function: Callable[..., Any]) -> TypeGuard[MethodType]:
+    """Whether it is bound to an object, which importing the script again does not give."""
+    return isinstance(function, MethodType) and not isinstance(function.__self__, type)
 
 
 def _is_guarded(script: Path) -> bool:

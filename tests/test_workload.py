@@ -444,6 +444,47 @@ def test_without_a_guard_the_message_says_what_to_write(tmp_path: Path) -> None:
     assert 'call fit under `if __name__ == "__main__":` so that the script can be imported again' in result.stderr
 
 
+OBJECT_SCRIPT = """
+import threading
+from autotune.workload import load_functions, workload_from_functions
+
+class Trainer:
+    def __init__(self, held):
+        self.held, self.width = held, 3
+    def model(self):
+        return self.width
+    @classmethod
+    def data(cls):
+        return cls.__name__
+
+if __name__ == "__main__":
+    for held in (None, threading.Lock()):
+        trainer = Trainer(held)
+        workload = workload_from_functions({"model_fn": trainer.model, "data_fn": Trainer.data})
+        loaded = load_functions(workload)
+        print(workload.form, loaded.model_fn(), loaded.data_fn())
+"""
+
+
+def test_methods_of_an_object_travel_with_it_or_not_at_all(tmp_path: Path) -> None:
+    result = run_script(tmp_path, OBJECT_SCRIPT)
+    assert result.stdout.splitlines() == ["value 3 Trainer"], result.stderr
+    assert "lock" in result.stderr
+    assert "They are methods of an object (Trainer), which must travel with them: make what" in result.stderr
+
+
+class Makes:
+    @classmethod
+    def model(cls) -> str:
+        return cls.__name__
+
+
+def test_a_method_of_a_class_is_imported_by_name() -> None:
+    workload = workload_from_functions({"model_fn": Makes.model, "data_fn": data_fn})
+    assert workload.form == "module"
+    assert load_functions(workload).model_fn() == "Makes"
+
+
 def test_the_orchestrators_part_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys\n"
