@@ -17,7 +17,14 @@ from autotune.measurement.measure import PhaseReport
 from autotune.measurement.shared_files import stands_within_a_file
 from autotune.surgery.batches import READ_ONCE, independent, kept, tensors
 from autotune.surgery.generators import random_state, seed_everything
-from autotune.surgery.loaders import CountingCollate, batch_fixed_reason, counted, rebuilt, signature
+from autotune.surgery.loaders import (
+    CountingCollate,
+    batch_fixed_reason,
+    counted,
+    dataset_length,
+    rebuilt,
+    signature,
+)
 from autotune.training.training import Training
 from autotune.training.windows import MicroBatch, Window, WindowLoader, samples_in
 
@@ -41,8 +48,8 @@ class Drawn(NamedTuple):
     whole: list[Window] | None = None
     """Each window in one piece; None where the training does not split a step, or its loader cannot."""
     own_batches: Window | None = None
-    """The first window, of one piece, in batches of the user's own size, of many the first; None where that is no smaller,
-    or the samples cannot be had one by one."""
+    """The first window, of one piece, in batches of the user's own size, of many the first, and the rest left out where no
+    batch of theirs is shorter; None where that is no smaller, or the samples cannot be had one by one."""
     collate_keeps_count: bool = False
     """Whether the collate function gives another batch at every call, which a split makes more of."""
     finer: list[Window] | None = None
@@ -78,7 +85,9 @@ def windows_for_both(training: Training, count: int) -> Drawn:
         return both._replace(finer=_collated([_in_batches(window, _finer_size(window)) for window in drawn], collate))
     if samples_in(drawn[0]) <= own:
         return Drawn(_collated(drawn, collate))
-    own_batches = _in_batches(drawn[0], int(own))[:MOST_OWN_BATCHES]
+    has_shorter = _has_shorter_batch(loader, int(own))
+    parts = [part for part in _in_batches(drawn[0], int(own)) if has_shorter or part.samples == own]
+    own_batches = parts[:MOST_OWN_BATCHES]
     both = _collated_both([own_batches], drawn[:1], collate)
     windows = [*(both.whole or []), *_collated(drawn[1:], collate)]
     return Drawn(windows, own_batches=None if both.collate_keeps_count else both.windows[0])
@@ -201,6 +210,12 @@ def _replayable(sample: Any) -> Any:
 
 def _in_one_piece(window: Window) -> Window:
     return [MicroBatch(samples_in(window), [sample for item in window for sample in item.data])]
+
+
+def _has_shorter_batch(loader: DataLoader[Any], own: int) -> bool:
+    """Whether a pass of the user's own may end in a batch of fewer samples, which their model then bears."""
+    length = dataset_length(loader)
+    return not loader.drop_last and (length is None or length % own > 0)
 
 
 def _in_batches(window: Window, size: int) -> Window:

@@ -125,6 +125,30 @@ def test_a_larger_batch_whose_samples_are_coupled_passes_and_says_so() -> None:
     assert "another gradient for 32 samples at once than for the same in batches of 8" in result.notes[0]
 
 
+class KeepsItsState(nn.Module):
+    """As a recurrent network does whose state goes on in the next batch: it bears none of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.inner(x) if self.state is None else self.inner(x) + self.state)
+        self.state = y.detach()
+        return self.head(y)
+
+
+@pytest.mark.parametrize(("length", "drop_last"), [(67, True), (64, False)])
+def test_where_no_batch_of_the_users_is_shorter_a_larger_one_is_held_against_whole_ones(
+    length: int, drop_last: bool
+) -> None:
+    def data_fn() -> DataLoader[Any]:
+        return DataLoader(regression_data(length).dataset, batch_size=8, drop_last=drop_last)
+
+    assert_passed(parity(program(KeepsItsState, data_fn=data_fn), batch_size=20))
+
+
 class TakesTurns(nn.Module):
     """One layer at one call, the other at the next, as a generator and its critic."""
 
