@@ -24,6 +24,10 @@ EXPECTED_DEGREES = 3
 expectation weighs as much as so many rounds."""
 
 
+Pair = tuple[Measurement, Measurement]
+"""Of a configuration, and of the one that it is compared with."""
+
+
 @dataclass(frozen=True)
 class Results:
     """All that decides what is recommended."""
@@ -161,7 +165,8 @@ class Results:
     def deciding_interval(self, config: TrainingConfig) -> tuple[float, float]:
         """Of the speed-up, at the level at which it is decided whether that is certain: whoever says that it is not shows
         this one, for the 95 % interval may lie above 1."""
-        return _deciding_interval(self.round_pairs(config) or [self._first_pair(config)])
+        pairs = self.round_pairs(config)
+        return _deciding_interval(pairs or [self._first_pair(config)], self._earlier_look(config) if pairs else None)
 
     def likely(self) -> Answer | None:
         """The best that keeps the held batch and is worthwhile by its 95 % interval alone, or by too few rounds for any
@@ -229,7 +234,7 @@ class Results:
         found = self.measurements(config, rounds=False)
         return found[-1] if found else None
 
-    def round_pairs(self, config: TrainingConfig) -> list[tuple[Measurement, Measurement]]:
+    def round_pairs(self, config: TrainingConfig) -> list[Pair]:
         """The configuration and the baseline, in the rounds of the confirmation that both have."""
         own, base = self._by_round(config), self._by_round(self.baseline)
         return [(own[number], base[number]) for number in sorted(own.keys() & base.keys())]
@@ -248,11 +253,19 @@ class Results:
         """As told: the 95 % interval that the rounds themselves give where there are enough."""
         if config == self.baseline:
             return Ratio(value=1.0, interval=(1.0, 1.0))
-        return _told_ratio(self.round_pairs(config) or [self._first_pair(config)])
+        pairs = self.round_pairs(config)
+        return _told_ratio(pairs or [self._first_pair(config)], self._earlier_look(config) if pairs else None)
 
-    def _first_pair(self, config: TrainingConfig) -> tuple[Measurement, Measurement]:
+    def _first_pair(self, config: TrainingConfig) -> Pair:
         own, base = self.first_measurement(config), self.first_measurement(self.baseline)
         assert own is not None and base is not None
+        return own, base
+
+    def _earlier_look(self, config: TrainingConfig) -> Pair | None:
+        """What the search saw of the two before it confirmed, where it measured both to the end."""
+        own, base = self.first_measurement(config), self.first_measurement(self.baseline)
+        if own is None or base is None or own.stopped_early or base.stopped_early:
+            return None
         return own, base
 
 
@@ -264,56 +277,73 @@ def gain_of_update(one: Measurement, other: Measurement) -> float | None:
     return (1 - one.update_share) / (1 - other.update_share)
 
 
-def surely_faster(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
+def surely_faster(pairs: Sequence[Pair]) -> bool:
     """Whether the first of each pair is faster than the second at the 1 % level, however little."""
     return _deciding_interval(pairs)[0] > 1
 
 
-def _deciding_interval(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[float, float]:
+def _deciding_interval(pairs: Sequence[Pair], earlier: Pair | None = None) -> tuple[float, float]:
     """The 99 % interval of the ratio. What is expected of processes only makes it wider: on a machine where they differ by
     more (13 % from one to the next, on two cores that nine others want), enough rounds must show it by themselves."""
-    low, high = _moderated_ratio(pairs, CERTAIN).interval
+    low, high = _moderated_ratio(pairs, CERTAIN, earlier).interval
     if len(pairs) < FEWEST_ROUNDS:
         return low, high
     own_low, own_high = ratio(*_rates(pairs), CERTAIN)[1]
     return min(low, own_low), max(high, own_high)
 
 
-def settled(pairs: Sequence[tuple[Measurement, Measurement]]) -> bool:
+def settled(pairs: Sequence[Pair]) -> bool:
     """Whether these rounds of a configuration and the baseline say enough of the two: another round can change nothing."""
     if len(pairs) < FEWEST_ROUNDS:
         return False
     return faster(*_rates(pairs), minimum_gain=WORTHWHILE_GAIN - 1) != "undecided"
 
 
-def _told_ratio(pairs: Sequence[tuple[Measurement, Measurement]]) -> Ratio:
+def _told_ratio(pairs: Sequence[Pair], earlier: Pair | None) -> Ratio:
     """With the 95 % interval that the rounds themselves give where there are enough."""
     if len(pairs) < FEWEST_ROUNDS:
-        return _moderated_ratio(pairs, 0.95)
+        return _moderated_ratio(pairs, 0.95, earlier)
     value, interval = ratio(*_rates(pairs))
     return Ratio(value=value, interval=interval)
 
 
-def _rates(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[list[float], list[float]]:
+def _rates(pairs: Sequence[Pair]) -> tuple[list[float], list[float]]:
     """Of the first of each pair, and of the second."""
     return [one.samples_per_second for one, _ in pairs], [other.samples_per_second for _, other in pairs]
 
 
-def _moderated_ratio(pairs: Sequence[tuple[Measurement, Measurement]], confidence: float) -> Ratio:
+def _moderated_ratio(pairs: Sequence[Pair], confidence: float, earlier: Pair | None = None) -> Ratio:
     """From few rounds, which do not show well how far processes differ: what is expected of them counts as so many more.
 
-    To that the spread within the processes is added.
+    To that the spread within the processes is added. Where there are too few rounds to show it, what is `earlier` is a
+    further look at how far processes differ, and makes the interval no narrower.
     """
-    looks = [ratio_from_intervals(a.samples_per_second, a.interval, b.samples_per_second, b.interval) for a, b in pairs]
+    looks = [_look(pair) for pair in pairs]
     logs = [math.log(one) for one, _ in looks]
     rounds, mean = len(logs), math.fsum(logs) / len(logs)
     value = math.exp(mean)
     if any(low <= 0 or high >= sys.float_info.max for _, (low, high) in looks):
         return Ratio(value=value, interval=UNKNOWN)
     between = _between_processes(logs, 2 * PROCESS_SPREAD**2, confidence)
+    if earlier is not None and rounds < FEWEST_ROUNDS:
+        squares = _unexplained(earlier, mean) ** 2 * rounds / (rounds + 1)
+        between = max(between, _between_processes(logs, 2 * PROCESS_SPREAD**2, confidence, (squares, 1)))
     below = math.hypot(between, max(math.log(one / low) for one, (low, _) in looks) / math.sqrt(rounds))
     above = math.hypot(between, max(math.log(high / one) for one, (_, high) in looks) / math.sqrt(rounds))
     return Ratio(value=value, interval=(value * math.exp(-below), value * math.exp(above)))
+
+
+def _look(pair: Pair) -> tuple[float, tuple[float, float]]:
+    one, other = pair
+    return ratio_from_intervals(one.samples_per_second, one.interval, other.samples_per_second, other.interval)
+
+
+def _unexplained(pair: Pair, mean: float) -> float:
+    """How far the logarithm of a pair's ratio is from the mean, beyond what its measurements spread by themselves."""
+    value, (low, high) = _look(pair)
+    nearest = low if mean < math.log(value) else high
+    own = abs(math.log(nearest / value)) if 0 < nearest < sys.float_info.max else math.inf
+    return max(0.0, abs(math.log(value) - mean) - own)
 
 
 def _joint_rate(measurements: Sequence[Measurement]) -> tuple[float, tuple[float, float]]:
@@ -337,12 +367,14 @@ def _over_processes(parts: Sequence[tuple[float, float]]) -> tuple[float, tuple[
     return value, interval
 
 
-def _between_processes(logs: Sequence[float], expected_variance: float, confidence: float) -> float:
+def _between_processes(
+    logs: Sequence[float], expected_variance: float, confidence: float, further: tuple[float, int] = (0.0, 0)
+) -> float:
     """Half the width of a moderated t interval (G. K. Smyth, 2004) of the mean of these logarithms: the variance that is
-    expected counts as `EXPECTED_DEGREES` more looks."""
+    expected counts as `EXPECTED_DEGREES` more looks. `further`: squares and degrees that were seen elsewhere."""
     rounds, mean = len(logs), math.fsum(logs) / len(logs)
-    degrees = EXPECTED_DEGREES + rounds - 1
-    squares = math.fsum((one - mean) ** 2 for one in logs)
+    degrees = EXPECTED_DEGREES + rounds - 1 + further[1]
+    squares = math.fsum((one - mean) ** 2 for one in logs) + further[0]
     variance = (EXPECTED_DEGREES * expected_variance + squares) / degrees
     return student_t(confidence, degrees) * math.sqrt(variance / rounds)
 

@@ -278,7 +278,7 @@ def _verdict(results: Results, best: Answer, baseline: Answer) -> str:
             low, high = results.deciding_interval(likely.config)
             looks = f"{_changes_text(likely.config, baseline)} looks {likely.speedup.value:.2f} times as fast"
             return (
-                f"Keep your settings for now: {looks}, which is not certain yet (99 % interval {low:.2f} to {high:.2f}); "
+                f"Keep your settings for now: {looks}, which is not certain yet (99 % interval {low:.2f} to {high:,.2f}); "
                 "the same command measures again."
             )
         aim = "needs at least 2 % less memory" if saves_memory else "is at least 2 % faster"

@@ -188,6 +188,31 @@ def test_one_round_is_enough_only_for_a_gain_that_no_process_could_differ_by(rat
     assert found.keep == keep
 
 
+@pytest.mark.parametrize(
+    ("first", "rates", "keep"),
+    [
+        ((3072.0, 5259.0), ([39906.0], [350.0]), True),
+        ((17622.0, 44634.0), ([25000.0], [7686.0]), False),
+        ((1000.0, 1500.0), ([1800.0], [1200.0]), False),
+    ],
+)
+def test_one_round_that_the_search_contradicts_decides_nothing(
+    first: tuple[float, float], rates: tuple[list[float], list[float]], keep: bool
+) -> None:
+    """Two cores that many want: "114 times the speed" of one round, where the search had seen 1.7 times."""
+    trials = Trials().add({}, first[0]).add(BF16, first[1])
+    for number, (own, base) in enumerate(zip(*rates, strict=True)):
+        trials.add({}, base, round=number).add(BF16, own, round=number)
+    found = recommended(trials)
+    assert found.keep == keep
+    assert found.verdict.startswith("Keep your settings for now: precision=bf16 looks 1") == keep
+
+
+def test_what_was_stopped_early_contradicts_no_round() -> None:
+    trials = started().add(BF16, 300.0, stopped_early=True).add({}, 1000.0, round=0).add(BF16, 1500.0, round=0)
+    assert not recommended(trials).keep
+
+
 def test_two_rounds_that_disagree_show_a_wide_interval() -> None:
     found = recommended(started().rounds(BF16, [2540, 1770], [1000, 1000]))
     low, high = found.best.speedup.interval
