@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrize import ParametrizationList
 
 from autotune.errors import WorkloadError
 from autotune.surgery.batches import tensors
@@ -80,16 +81,16 @@ def find_blocks(model: nn.Module, run_step: Callable[[], Any], *, keep_saved: bo
     backward pass is let go at once, so that it needs no more memory than without gradients. Where memory runs out in the
     midst of it, what was seen until then decides, and the instances that it did not come to are taken for blocks too.
 
-    A class qualifies that holds other modules, of which at least two instances ran (the whole model and instances inside
-    instances not counted) and which save at least `LEAST_SHARE` of what all modules save. Of these the class wins whose
-    recomputation leaves the lowest peak: what is saved outside the blocks, the blocks' inputs, and the one block that is
-    being recomputed. Parameters and buffers count for nothing, since they stay anyway.
+    A class qualifies that holds other modules and computes no parameter, of which at least two instances ran (the whole
+    model and instances inside instances not counted) and which save at least `LEAST_SHARE` of what all modules save. Of
+    these the class wins whose recomputation leaves the lowest peak: what is saved outside the blocks, the blocks' inputs,
+    and the one block that is being recomputed. Parameters and buffers count for nothing, since they stay anyway.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules())) if name}
     records, whole = _watch(model, names, run_step, keep_saved)
     by_class: dict[type[nn.Module], list[str]] = defaultdict(list)
     for name, record in records.items():
-        if any(True for _ in record.module.children()):
+        if any(True for _ in record.module.children()) and not isinstance(record.module, ParametrizationList):
             by_class[type(record.module)].append(name)
     if not whole:
         for name, module in model.named_modules():

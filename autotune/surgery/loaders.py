@@ -9,7 +9,7 @@ import pickle
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -137,10 +137,22 @@ def as_loader(data: Any) -> tuple[DataLoader[Any], bool]:
             "and return `DataLoader(Data(), batch_size=None)` if it yields ready batches"
         )
     what = type(data).__name__
+    if _is_stream(data):
+        raise WorkloadError(
+            f"data_fn returned {what}, which can only be iterated; it must return a Dataset, an IterableDataset or a "
+            "DataLoader. Put the iteration into `class Data(IterableDataset)` as `def __iter__(self)`, begun anew at each "
+            "call, and return `DataLoader(Data(), batch_size=None)` if it yields ready batches"
+        )
     if isinstance(data, (tuple, list)):
         what = f"a {what} of {len(data)} ({', '.join(type(item).__name__ for item in data[:4])})"
     which = ", the one to train on" if isinstance(data, (tuple, list, Mapping)) else ""
     raise WorkloadError(f"data_fn returned {what}; it must return a Dataset, an IterableDataset or a DataLoader{which}")
+
+
+def _is_stream(data: Any) -> bool:
+    """Whether something that cannot be used by index gives samples or batches in a loop: `zip` of two loaders, a loader of
+    the user's own class."""
+    return isinstance(data, Iterable) and not isinstance(data, (tuple, list, set, Mapping, str, bytes))
 
 
 def _holds_samples(data: Any) -> bool:

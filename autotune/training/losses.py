@@ -43,8 +43,24 @@ def _checked(result: Any) -> Loss:
         )
     raise WorkloadError(
         f"loss_fn returned {_describe_result(result)}; it must return a scalar tensor (the mean loss), or the pair "
-        "(loss_sum, weight) where the loss is a sum over `weight` tokens or samples"
+        f"(loss_sum, weight) where the loss is a sum over `weight` tokens or samples{_how_to_one(result)}"
     )
+
+
+def _how_to_one(result: Any) -> str:
+    """What to do with several losses, or with one among other things."""
+    if isinstance(result, Mapping):
+        parts = list(result.values())
+        if isinstance(result.get("loss"), torch.Tensor):
+            return "; return its ['loss'] alone"
+    elif isinstance(result, (tuple, list)):
+        parts = list(result)
+    else:
+        return ""
+    losses = [part for part in parts if isinstance(part, torch.Tensor) and part.numel() == 1 and part.requires_grad]
+    if len(losses) > 1:
+        return "; several losses that one optimizer trains on are returned as their sum, and others are not supported"
+    return "; return the loss alone" if losses else ""
 
 
 def _is_weight(value: Any) -> bool:

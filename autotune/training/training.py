@@ -332,6 +332,14 @@ def _made_optimizer(functions: UserFunctions, model: nn.Module) -> torch.optim.O
             raise WorkloadError(
                 f"optimizer_fn returned {what}; return the optimizer alone, and the scheduler from scheduler_fn(optimizer)"
             )
+    inner = [
+        name for name, held in getattr(optimizer, "__dict__", {}).items() if isinstance(held, torch.optim.Optimizer)
+    ]
+    if len(inner) == 1:
+        raise WorkloadError(
+            f"optimizer_fn returned {what}, which is no torch.optim.Optimizer but holds one; return that (its "
+            f".{inner[0]}), and a scheduler that sets the learning rate as {what} does from scheduler_fn(optimizer)"
+        )
     raise WorkloadError(
         f"optimizer_fn returned {what}; it must return one torch.optim.Optimizer (parameter groups can hold several "
         "learning rates; several optimizers in one step are not supported)"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from autotune.errors import WorkloadError
 from autotune.surgery.blocks import NO_BLOCKS, Blocks, find_blocks, named_blocks
@@ -157,8 +158,9 @@ class OneOfTwo(nn.Module):
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(2, 4)),
         (OneOfTwo(), torch.randn(2, 5, 16)),
         (nn.Sequential(GptBlock(16), nn.Linear(16, 1)), torch.randn(2, 5, 16)),
+        (nn.Sequential(*[weight_norm(nn.Linear(64, 64)) for _ in range(3)]), torch.randn(2, 64)),
     ],
-    ids=["leaves alone", "only one runs", "only one"],
+    ids=["leaves alone", "only one runs", "only one", "weights that are computed"],
 )
 def test_there_may_be_none(model: nn.Module, batch: torch.Tensor) -> None:
     assert found(model, batch) == NO_BLOCKS

@@ -200,6 +200,16 @@ def generator() -> Iterator[int]:
     yield 1
 
 
+class InALoop:
+    """Batches in a loop, and no more."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [
@@ -216,7 +226,13 @@ def generator() -> Iterator[int]:
         ),
         (generator, "data_fn returned a generator, which can be read only once"),
         (None, "data_fn returned NoneType; it must return a Dataset, an IterableDataset or a DataLoader"),
-        ((1, 2).__iter__(), "data_fn returned tuple_iterator; it must return a Dataset"),
+        ((1, 2).__iter__(), "data_fn returned tuple_iterator, which can only be iterated; it must return a Dataset"),
+        (zip([1], [2], strict=True), "data_fn returned zip, which can only be iterated; it must return a Dataset"),
+        (InALoop(), "data_fn returned InALoop, which can only be iterated; it must return a Dataset"),
+        (
+            {"train": numbers(4)},
+            "data_fn returned dict; it must return a Dataset, an IterableDataset or a DataLoader, the",
+        ),
     ],
 )
 def test_what_gives_no_batches_is_an_error(data: Any, text: str) -> None:

@@ -133,6 +133,13 @@ def scalar() -> torch.Tensor:
             None,
             "loss_fn returned None (is a return missing?); it must return a scalar tensor (the mean loss), or the pair",
         ),
+        ((scalar(), {"accuracy": 1.0}), "tokens or samples; return the loss alone"),
+        ({"box": scalar(), "class": scalar()}, "several losses that one optimizer trains on are returned as their sum"),
+        (
+            (scalar(), scalar()),
+            "several losses that one optimizer trains on are returned as their sum, and others are not",
+        ),
+        ({"loss": scalar(), "dice": scalar()}, "; return its ['loss'] alone"),
         ((scalar(), {"accuracy": 1.0}), "loss_fn returned a tuple of 2 (a scalar tensor, a dict); it must return"),
         ((scalar(), scalar()), "loss_fn returned a tuple of 2 (a scalar tensor, a scalar tensor); it must return"),
         ((scalar(), True), "loss_fn returned a tuple of 2 (a scalar tensor, a bool); it must return"),

@@ -573,6 +573,18 @@ def test_a_lazy_layer_that_has_its_shape_is_none_any_more() -> None:
     assert torch.isfinite(training.step(next(iter(training.loader))))
 
 
+class Noam:
+    """A rate that follows the steps, around an optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner, self.steps = sgd(model), 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.inner.param_groups[0]["lr"] = self.steps**-0.5
+        self.inner.step()
+
+
 @pytest.mark.parametrize(
     ("optimizer_fn", "text"),
     [
@@ -581,6 +593,10 @@ def test_a_lazy_layer_that_has_its_shape_is_none_any_more() -> None:
             "LBFGS, whose step needs a closure; that is not supported",
         ),
         (lambda model: [sgd(model), sgd(model)], r"returned a list of 2 \(SGD, SGD\); it must return one torch.optim"),
+        (
+            Noam,
+            r"returned Noam, which is no torch.optim.Optimizer but holds one; return that \(its .inner\), and a scheduler",
+        ),
         (lambda model: None, "optimizer_fn returned NoneType; it must return one torch.optim.Optimizer"),
     ],
 )
