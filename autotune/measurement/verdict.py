@@ -261,12 +261,11 @@ def _gradient_fault(steps: Sequence[Difference], allowed: Allowance, pieces: int
     if _of_most(errors) <= allowed.tolerance and max(errors) <= limit:
         return ""
     limit = limit if _of_most(errors) <= allowed.tolerance else allowed.tolerance
-    number, found = next(
-        (number, step.gradients) for number, step in enumerate(steps, 1) if step.gradients.relative_error > limit
-    )
+    number, step = next((number, step) for number, step in enumerate(steps, 1) if step.gradients.relative_error > limit)
+    found = step.gradients
     return (
         f"gradients differ by {found.relative_error:.2g}{_when(number)}, of {limit:.2g} allowed"
-        f"{_where(found)}{accumulation_advice(found, pieces)}"
+        f"{_where(found)}{_advice(step, allowed, pieces)}"
     )
 
 
@@ -303,7 +302,7 @@ def _where(found: Comparison) -> str:
 
 def split_fault(found: Difference, allowed: Allowance, pieces: int) -> str:
     """What a step in several micro-batches does else than the same samples at once, both the user's own program."""
-    error, advice = found.gradients.relative_error, accumulation_advice(found.gradients, pieces)
+    error, advice = found.gradients.relative_error, _advice(found, allowed, pieces)
     if not error <= allowed.tolerance:
         return f"gradients differ by {error:.2g}, of {allowed.tolerance:.2g} allowed{advice}"
     # It tells where random numbers move the gradient by so much that a wrong length does not show.
@@ -331,6 +330,17 @@ def finer_fault(found: Difference, allowed: Allowance, pieces: int) -> str:
     )
 
 
+def _advice(step: Difference, allowed: Allowance, pieces: int) -> str:
+    """What to change; what the model moves at each micro-batch, and may use at the next, comes before what a loss can be."""
+    moved = _worst_buffer(step.buffers, allowed)
+    if moved is None or pieces == 1 or not allowed.is_exact:  # rounding may be what moves it
+        return accumulation_advice(step.gradients, pieces)
+    return (
+        f"; the model changes its buffer {moved} by itself, {_at_each(pieces)}, and its gradients may follow: such a step "
+        "cannot be split"
+    )
+
+
 def accumulation_advice(found: Comparison, pieces: int) -> str:
     """What to change where gradients differ and a step is made of several micro-batches."""
     if pieces == 1:
@@ -344,20 +354,26 @@ def accumulation_advice(found: Comparison, pieces: int) -> str:
     return (
         f"; with {pieces} micro-batches a step: a mean over tokens of ragged batches must return (loss_sum, weight) "
         "from loss_fn, and so must one by weights of classes; a loss that couples the samples of a batch (contrastive), or "
-        "clears gradients (zero_grad), cannot be split"
+        "clears gradients (zero_grad), cannot be split, nor can the step of a model that keeps a state between batches"
     )
 
 
 def buffer_fault(errors: Mapping[str, float], allowed: Allowance, number: int) -> str:
     """What is wrong with the buffers after a step; empty where nothing is."""
-    excess = {name: error / allowed.of_buffer(name) for name, error in errors.items()}
-    worst = max(excess, key=lambda name: excess[name], default=None)
-    if worst is None or excess[worst] <= 1:
+    worst = _worst_buffer(errors, allowed)
+    if worst is None:
         return ""
     return (
         f"buffer {worst} differs by {errors[worst]:.2g} after step {number}, of {allowed.of_buffer(worst):.2g} allowed: "
         "updated twice, or not at all, or from other values"
     )
+
+
+def _worst_buffer(errors: Mapping[str, float], allowed: Allowance) -> str | None:
+    """The one that differs by most of what is allowed; None where all are within."""
+    excess = {name: error / allowed.of_buffer(name) for name, error in errors.items()}
+    worst = max(excess, key=lambda name: excess[name], default=None)
+    return None if worst is None or excess[worst] <= 1 else worst
 
 
 def update_fault(

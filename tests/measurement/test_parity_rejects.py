@@ -241,6 +241,25 @@ class FollowedAndNoisy(nn.Sequential):
         return super().forward(x + 0.3 * torch.randn_like(x))
 
 
+class KeepsAQueue(Net):
+    """As momentum contrast does: each batch is held against those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.ones(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        seen = self.queue.clone()
+        self.queue.copy_(torch.cat([y.detach(), seen])[:16])
+        return y * (1 + seen.mean())
+
+
+def test_a_step_that_uses_what_the_one_before_it_left_is_told_of_that() -> None:
+    result = parity(program(KeepsAQueue), **SPLIT)
+    assert_rejected(result, r"gradients differ by .*; the model changes its buffer queue by itself, .*cannot be split")
+
+
 def test_what_the_model_moves_by_itself_is_rejected_where_it_moves_more_often() -> None:
     recomputed: dict[str, Any] = {"blocks": BLOCKS, "activation_checkpointing": "all"}
     functions = program(lambda: Net(Followed))
