@@ -103,6 +103,7 @@ def _parser(export_forms: list[str]) -> _Parser:
     export = _add_command(commands, "export", "print a result in another form")
     export.add_argument("result", metavar="BEST.json", type=Path, help="the file that a search or save wrote")
     export.add_argument("--to", dest="form", choices=export_forms, required=True, help="the form to print")
+    export.add_argument("--free-batch", action="store_true", help="the second answer, with the batch free")
     return parser
 
 

@@ -282,8 +282,11 @@ def _show_study(arguments: argparse.Namespace, load_api: LoadApi) -> int:
 
 def _export(arguments: argparse.Namespace, load_api: LoadApi) -> int:
     recommendation = load_api().load(arguments.result).recommendation
+    answer = recommendation.free_batch if arguments.free_batch else recommendation.best
+    if answer is None:
+        raise UserError(f"{arguments.result} has no second answer with the batch free; leave --free-batch out")
     exporter = importlib.import_module(f"autotune.export.{arguments.form}")
-    print(exporter.export(recommendation), end="")
+    print(exporter.export(recommendation, answer.config), end="")
     if missing := exporter.missing_functions(recommendation):
         roles = ", ".join(missing)
         why = "which cannot be imported from where fit was given them"

@@ -256,6 +256,25 @@ def test_export_prints_the_form_and_nothing_else(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == export(recommendation())
 
 
+def test_export_of_the_second_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    api = RecordedApi()
+    found, config = gpu_recommendation()
+    free = found.best.model_copy(update={"config": config.replace({"batch_size": 96})})
+    api.loaded = found.model_copy(update={"best": found.best.model_copy(update={"config": config}), "free_batch": free})
+    assert outcome(api, "export", "best.json", "--to", "python", "--free-batch") == 0
+    assert "batch_size=96" in capsys.readouterr().out
+    assert outcome(api, "export", "best.json", "--to", "python") == 0
+    assert "batch_size=96" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["python", "json"])
+def test_export_of_a_second_answer_that_is_not_there(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(RecordedApi(), "export", "best.json", "--to", form, "--free-batch") == 2
+    printed = capsys.readouterr()
+    told = "autotune: error: best.json has no second answer with the batch free; leave --free-batch out\n"
+    assert (printed.out, printed.err) == ("", told)
+
+
 def test_a_script_that_lacks_functions_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     api = RecordedApi()
     by_value = WorkloadReference(form="value", location="notebook", names={"model_fn": "net"}, source_hash="")

@@ -57,7 +57,7 @@ def recommendation_document(recommendation: Recommendation, study: Path | None) 
         Lines("Measured", _circumstances(recommendation)),
     ]
     if study is not None:
-        blocks.append(_next_commands(study))
+        blocks.append(_next_commands(study, recommendation.free_batch is not None))
     return tuple(blocks)
 
 
@@ -314,12 +314,14 @@ def _stage_times(recommendation: Recommendation) -> tuple[str, ...]:
     return (f"{', '.join(parts)}, starting and the rest {format_duration(max(0.0, rest))}",)
 
 
-def _next_commands(study: Path) -> Verbatim:
+def _next_commands(study: Path, has_free_batch: bool) -> Verbatim:
     best = shlex.quote(str(study / "best.json"))
+    second = (f"autotune export {best} --to python --free-batch",) if has_free_batch else ()
     return Verbatim(
         f"Kept in {study}; what can be done with it",
         (
             f"autotune export {best} --to python",
+            *second,
             f"autotune show {shlex.quote(str(study))}",
             f"optuna-dashboard {shlex.quote(f'sqlite:///{study}/study.db')}  # extra: dashboard",
         ),

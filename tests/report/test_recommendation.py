@@ -254,6 +254,9 @@ def test_a_result_that_lies_in_a_study_names_the_commands_that_go_on() -> None:
     assert "autotune show 'my study'" in text
     assert "optuna-dashboard 'sqlite:///my study/study.db'" in text
     assert "autotune show" not in describe(recommendation())
+    assert "--free-batch" not in text
+    text = render(recommendation_document(recommendation(free_batch=fast_answer()), Path("my study")))
+    assert "autotune export 'my study/best.json' --to python --free-batch" in text
 
 
 def test_the_report_is_no_wider_than_80_columns() -> None:
