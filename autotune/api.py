@@ -78,6 +78,7 @@ def fit(
 
     `model_fn()` returns a fresh `torch.nn.Module` at every call, `data_fn()` a Dataset, IterableDataset or DataLoader,
     `loss_fn(model, batch)` the scalar mean loss or `(loss_sum, weight)`. `budget` is a duration (`"10m"`, or seconds),
+    `trials` at most how many trials come before the confirmation, that of the program as it is among them,
     `memory_limit` a size (`"24GiB"`, or bytes); `clip_grad_norm` is what the loop clips gradients to; `blocks` names the
     modules to recompute, or their class, where those that are found are not the right ones. Trials and `best.json` are
     kept in the directory `study`; the same call goes on where it stopped. Progress goes to stderr unless `quiet`.

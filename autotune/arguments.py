@@ -200,7 +200,14 @@ def _add_workload_options(parser: _Parser) -> None:
 
 def _add_search_options(parser: _Parser) -> None:
     """What only a search needs to know."""
-    _option(parser, "--trials", "trials", parse_positive_count, "stop after this many trials", metavar="N")
+    _option(
+        parser,
+        "--trials",
+        "trials",
+        parse_positive_count,
+        "at most this many trials before the confirmation, that of your program among them",
+        metavar="N",
+    )
     parser.add_argument(
         "--objective",
         choices=get_args(Objective),

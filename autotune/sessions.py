@@ -27,6 +27,7 @@ from autotune.records import (
     TrialAnswer,
     TrialRequest,
 )
+from autotune.report.document import counted
 from autotune.search.baseline import baseline_error, told_beside
 from autotune.search.budget import Budget
 from autotune.search.pace import FEWEST_STARTS, pace_for
@@ -104,9 +105,10 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
         session.warnings.extend(others)
         session.resume()
         if session.trials:
-            count = len(session.trials)
+            confirmations = sum(trial.round is not None for trial in session.trials)
+            to_confirm = f", {confirmations} of them to confirm" if confirmations else ""
             watcher.note(
-                f"going on with {options.study}: {count} {'trial' if count == 1 else 'trials'} of an earlier call count; "
+                f"going on with {options.study}: {counted(len(session.trials), 'trial')} of an earlier call{to_confirm}; "
                 "--fresh (fresh=True) starts over"
             )
         if study.trials_of_others and not session.trials:

@@ -178,6 +178,11 @@ def test_other_settings_begin_anew_and_say_so_and_fresh_forgets(cli: SimulatedCl
         told = [line for line in other.errors.splitlines() if line.startswith("note: the ")]
         assert len(told) == 1 and "do not count here: space, knobs, limits or seed were others" in told[0]
     same = cli.run(tmp_path, "--trials", str(count), "--budget", "90s")
+    assert f"note: going on with here: {count} trials of an earlier call; --fresh" in same.errors
+    again = cli.run(tmp_path, "--trials", str(count), "--budget", "90s")
+    confirmations = len(trials_in(tmp_path)) - count
+    told = f"going on with here: {count + confirmations} trials of an earlier call, {confirmations} of them to confirm;"
+    assert told in again.errors
     assert "do not count here" not in same.errors
     assert sum(trial.round is None for trial in trials_in(tmp_path)) == count, "the trials of the first call count"
     assert cli.run(tmp_path, "--trials", "1", "--budget", "60s", "--fresh").exit_code == 0

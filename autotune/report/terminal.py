@@ -25,6 +25,7 @@ from autotune.report.document import (
     Sentence,
     Tone,
     Verbatim,
+    counted,
     one_line,
     shown_settings,
     unwrapped,
@@ -124,6 +125,7 @@ class LiveView:
         self._probe = ""
         self._best = ""
         self._finished_count = 0
+        self._confirmation_count = 0
         self._failed_count = 0
         self._failures: tuple[str, ...] = ()  # replaced, never changed in place: the thread that redraws reads it
         self._ends_at_seconds: float | None = None
@@ -163,8 +165,9 @@ class LiveView:
         self._phase = phase
 
     def trial_finished(self, trial: Trial, best: Standing | None, free_batch: Standing | None) -> None:
-        """Counts the trial, remembers its failure and the best so far."""
+        """Counts the trial as the report does, remembers its failure and the best so far."""
         self._finished_count += 1
+        self._confirmation_count += trial.round is not None
         self._running, self._phase = "", None
         self._best = _best_text(best, free_batch)
         if trial.failure is not None:
@@ -216,8 +219,8 @@ class LiveView:
         head.add_row(self._spinner, Text(self._stage, "bold"), Text(left, "cyan"))
         phase = "" if self._phase is None else f" [{self._phase}]"
         running = self._running or ("probe" if phase else "")
-        trials = "1 trial" if self._finished_count == 1 else f"{self._finished_count} trials"
-        counts = f"{trials}, {self._failed_count} failed"
+        confirmations = f", {self._confirmation_count} of them to confirm" if self._confirmation_count else ""
+        counts = f"{counted(self._finished_count, 'trial')}{confirmations}, {self._failed_count} failed"
         rows = [Text(f"  {running}{phase}")] if running else []
         rows += [Text(f"  {self._probe}", "dim")] if self._probe else []
         rows += [Text(f"  {self._best}", "green")] if self._best else []

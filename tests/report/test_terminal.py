@@ -122,6 +122,15 @@ def test_a_terminal_is_drawn_with_stage_trial_phase_best_and_time_left() -> None
     assert "trial 4: 1,800" not in drawn
 
 
+def test_what_confirms_is_counted_apart() -> None:
+    """`--trials` limits the others."""
+    screen = Screen()
+    with LiveView(screen) as view:
+        view.trial_finished(trial(0, {}, rate=1000.0, stage="baseline"), None, None)
+        view.trial_finished(trial(1, {}, rate=1000.0, stage="confirm").model_copy(update={"round": 0}), None, None)
+    assert "2 trials, 1 of them to confirm, 0 failed" in screen.getvalue()
+
+
 def test_the_last_failures_are_drawn_one_line_each() -> None:
     screen = Screen()
     with LiveView(screen) as view:
