@@ -40,7 +40,7 @@ class SearchOptions:
     budget_seconds: float = 600.0
     """Wall clock of the whole search, confirmation included."""
     trials: int | None = None
-    """At most this many before the confirmation, that of the user's program among them; None: as many as the budget allows."""
+    """At most so many before the confirmation, that of the user's program among them; None: as the budget allows."""
     strategy: Strategy = "staged"
     """Which points are measured: all others than the default are there for comparison, or to know the whole space."""
     space: str = "default"
