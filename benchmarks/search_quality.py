@@ -1,6 +1,7 @@
 """How good searches are, by replay on recorded tables: what they recommend, held against the best of all points.
 
-    python benchmarks/search_quality.py TABLE... [--seeds N] [--final] [--strategies NAME,NAME] [--jobs N] [--out DIR]
+    python benchmarks/search_quality.py TABLE... [--seeds N] [--final] [--strategies NAME,NAME] [--jobs N] [--add]
+                                                 [--out DIR]
 
 Every strategy searches every table with N seeds (20) and at most 15, 30 and 60 evaluations, from the baseline to the
 recommendation: trials outside the confirmation, memory probes and loader probes are counted; parity checks, confirmation
@@ -15,7 +16,8 @@ seconds that its trials took, is what would be recommended if it were stopped th
 Half of the seeds, and tables whose name contains `resnet50`, are looked at with `--final` alone, so that nothing is fitted
 to them. Prints a table; writes `DIR/search_quality.json` (DIR defaults to `benchmarks/results`) after each table, and
 `DIR/search_quality.svg` where matplotlib is installed (`pip install torch-autotune[benchmarks]`). `gp` needs the extra gp.
-A search takes two to five seconds of one core; one by a Gaussian process minutes, where the table has many gaps.
+A search takes two to five seconds of one core; one by a Gaussian process minutes, where the table has many gaps: with
+`--add` it can run by itself, for what the file holds of other strategies stays.
 """
 
 from __future__ import annotations
@@ -325,6 +327,7 @@ def main() -> int:
     )
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--add", action="store_true", help="keep what the result file holds of other searches")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     if unknown := set(arguments.strategies.split(",")) - set(STRATEGIES):
@@ -338,21 +341,25 @@ def main() -> int:
             parser.error(str(error))
     os.environ["OMP_NUM_THREADS"] = "1"  # a search is small, and there are as many as cores
     began = time.monotonic()
+    strategies = arguments.strategies.split(",")
+    result = arguments.out / "search_quality.json"
+    earlier = read_result(result) if arguments.add else Result()
     runs: list[Run] = []
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for path in arguments.tables:
-            asked = searches(path, arguments.strategies.split(","), arguments.seeds, final=arguments.final)
+            asked = searches(path, strategies, arguments.seeds, final=arguments.final)
             if not asked:
                 print(f"{path.name} is kept for --final", flush=True)
                 continue
             runs += pool.map(run, asked)
-            write_result(arguments.out / "search_quality.json", arguments, runs)
+            write_result(result, [*earlier.commands, command_of(arguments)], all_runs(earlier.runs, runs))
             print(f"{path.name}: {len(asked)} searches, {time.monotonic() - began:.0f} s", flush=True)
-    print("\n".join(summary(runs)))
+    both = all_runs(earlier.runs, runs)
+    print("\n".join(summary(both)))
     if importlib.util.find_spec("matplotlib") is None:
         print("no plot: it needs matplotlib (pip install torch-autotune[benchmarks])")
     else:
-        draw(arguments.out / "search_quality.svg", runs)
+        draw(arguments.out / "search_quality.svg", both)
     holes = [one for one in runs if one.hole]
     for one in holes:
         print(f"{one.table}, {one.strategy}, seed {one.seed}: {one.hole}")
@@ -405,14 +412,44 @@ def alike(one: Run, other: Run) -> bool:
     return one.recommended == other.recommended or abs(one.share - other.share) <= ALIKE * max(one.share, other.share)
 
 
-def write_result(path: Path, arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
+@dataclass(frozen=True)
+class Result:
+    """What a result file holds."""
+
+    commands: tuple[str, ...] = ()
+    runs: tuple[Run, ...] = ()
+
+
+def read_result(path: Path) -> Result:
+    """Nothing where there is no file."""
+    if not path.exists():
+        return Result()
+    content = json.loads(path.read_text())
+    runs = [Run(**{**one, "course": tuple(Step(*step) for step in one["course"])}) for one in content["runs"]]
+    return Result(tuple(content["commands"]), tuple(runs))
+
+
+def all_runs(earlier: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+    """Both, table by table and in the order of strategies; of what both hold, the new ones."""
+    new = {(one.table, one.strategy) for one in runs}
+    kept = [one for one in earlier if (one.table, one.strategy) not in new]
+    tables = list(dict.fromkeys(one.table for one in [*earlier, *runs]))
+    return sorted([*kept, *runs], key=lambda one: (tables.index(one.table), STRATEGIES.index(one.strategy)))
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """The command line, whatever jobs it had and wherever it wrote."""
+    return (
+        f"python benchmarks/search_quality.py {' '.join(map(str, arguments.tables))} --seeds {arguments.seeds}"
+        f"{' --final' if arguments.final else ''} --strategies {arguments.strategies}{' --add' if arguments.add else ''}"
+    )
+
+
+def write_result(path: Path, commands: Sequence[str], runs: Sequence[Run]) -> None:
     """The result file: every run, and the courses of the longest ones."""
     content = {
         "name": "search_quality",
-        "command": (
-            f"python benchmarks/search_quality.py {' '.join(map(str, arguments.tables))} --seeds {arguments.seeds}"
-            f"{' --final' if arguments.final else ''} --strategies {arguments.strategies}"
-        ),
+        "commands": commands,
         "machine": read_machine_facts().model_dump(mode="json", exclude={"identity"}),
         "summary": summary(runs),
         "runs": [described(one) for one in runs],

@@ -18,6 +18,7 @@ from benchmarks.search_quality import (
     Asked,
     Run,
     Step,
+    all_runs,
     draw,
     main,
     open_study,
@@ -194,6 +195,20 @@ def test_the_script_writes_what_it_found(
     assert content["machine"]["usable_cores"] > 0
     assert "\n".join(content["summary"]) in capsys.readouterr().out
     assert (tmp_path / "search_quality.svg").exists()
+
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--strategies", "random", "--add"])
+    assert main() == 0
+    both = json.loads((tmp_path / "search_quality.json").read_text())
+    assert [one["strategy"] for one in both["runs"]] == ["staged", "staged", "random", "random"]
+    assert both["runs"][:2] == content["runs"]
+    assert both["commands"] == [*content["commands"], f"{content['commands'][0].replace('staged', 'random')} --add"]
+
+
+def test_what_is_searched_again_takes_the_place_of_what_was_found() -> None:
+    earlier = [a_run(0.9, 15, "staged", table=name) for name in ("one", "two")]
+    new = [a_run(0.5, 15, strategy, table="two") for strategy in ("random", "staged")]
+    found = [(one.table, one.strategy, one.share) for one in all_runs(earlier, new)]
+    assert found == [("one", "staged", 0.9), ("two", "staged", 0.5), ("two", "random", 0.5)]
 
 
 def test_a_run_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
