@@ -20,11 +20,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.machine import read_machine_facts
 from autotune.options import VERIFY_BUDGET_SECONDS, CheckReport, MemoryReport, SearchOptions, VerifyReport
 from autotune.quantities import parse_duration, parse_names, parse_size
-from autotune.records import (
-    Probe,
-    Recommendation,
-    Trial,
-)
+from autotune.records import OtherSearch, Probe, Recommendation, Trial
 from autotune.result import TuningResult, load
 from autotune.scratch import scratch
 from autotune.search.changes import changes_since
@@ -40,7 +36,7 @@ from autotune.sessions import OpenedSession, open_session, read_facts
 from autotune.space import build_space
 from autotune.workload import ROLES, Workload, workload_from_functions
 
-__all__ = ["check", "fit", "load", "memory", "open_study", "search", "verify", "verify_workload"]
+__all__ = ["check", "fit", "load", "memory", "open_study", "other_searches", "search", "verify", "verify_workload"]
 
 RESULT_NAME = "best.json"
 AMPLE = 3
@@ -304,6 +300,13 @@ def _options_of(claimed: Recommendation, budget_seconds: float) -> SearchOptions
         seed=conditions.seed,
         clip_grad_norm=conditions.clip_grad_norm,
     )
+
+
+def other_searches(directory: Path) -> tuple[OtherSearch, ...]:
+    """The searches in a study's directory beside the one that `open_study` tells of. Raises as that does."""
+    from autotune.search import study
+
+    return study.other_searches(directory)
 
 
 def open_study(directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]:

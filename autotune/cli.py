@@ -26,7 +26,7 @@ import autotune.export
 from autotune.arguments import parse_arguments, search_options
 from autotune.errors import NoAnswerError, SearchInterrupted, UserError
 from autotune.options import CheckReport, MemoryReport, SearchOptions, VerifyReport
-from autotune.records import Probe, Recommendation, Record, Trial
+from autotune.records import OtherSearch, Probe, Recommendation, Record, Trial
 from autotune.report.document import Document, several_lines
 from autotune.search.watcher import SearchWatcher
 from autotune.workload import Workload, workload_from_reference, workload_from_target
@@ -61,6 +61,8 @@ class Api(Protocol):
     def load(self, path: Path) -> HoldsRecommendation: ...
 
     def open_study(self, directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]: ...
+
+    def other_searches(self, directory: Path) -> Sequence[OtherSearch]: ...
 
 
 LoadApi = Callable[[], Api]
@@ -275,8 +277,9 @@ def _show_study(arguments: argparse.Namespace, load_api: LoadApi) -> int:
     if arguments.study.is_file():
         _show(recommendation_document(load_api().load(arguments.study).recommendation, None))
         return ANSWER
-    recommendation, trials, probes = load_api().open_study(arguments.study)
-    _show(trials_document(trials, probes, recommendation, arguments.study))
+    api = load_api()
+    recommendation, trials, probes = api.open_study(arguments.study)
+    _show(trials_document(trials, probes, recommendation, arguments.study, api.other_searches(arguments.study)))
     return ANSWER
 
 

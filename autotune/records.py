@@ -544,6 +544,16 @@ Strategy = Literal["staged", "tpe", "gp", "random", "exhaustive"]
 comparison; or all of the space."""
 
 
+class OtherSearch(Record):
+    """A search in the same directory as another one, whose trials do not count for that."""
+
+    last_started_at: float
+    """Of its last trial."""
+    trial_count: int
+    differences: tuple[str, ...]
+    """In what it was asked for, such as `seed: 1 then, 0 now`; empty where that is not known."""
+
+
 class Settings(Record):
     """What the user asked for."""
 

@@ -111,10 +111,12 @@ def open_session(workload: Workload, options: SearchOptions, watcher: SearchWatc
                 f"going on with {options.study}: {counted(len(session.trials), 'trial')} of an earlier call{to_confirm}; "
                 "--fresh (fresh=True) starts over"
             )
-        if study.trials_of_others and not session.trials:
+        if study.others and not session.trials:
+            count = sum(other.trial_count for other in study.others)
+            why = "; ".join(study.others[-1].differences) or "space, knobs, limits or seed were others"
             watcher.note(
-                f"the {study.trials_of_others} trials in {options.study} do not count here: space, knobs, limits or "
-                "seed were others; best.json will be of this search"
+                f"this begins another search in {options.study} ({why}): "
+                f"{counted(count, 'earlier trial does', 'earlier trials do')} not count, and best.json will be of this one"
             )
         yield OpenedSession(session, workload, options.study, pool)
 

@@ -14,7 +14,7 @@ from autotune.config import TrainingConfig
 from autotune.errors import NoAnswerError, SearchInterrupted, UserError
 from autotune.export.json import export
 from autotune.options import CheckReport, MemoryReport, SearchOptions, VerifyOutcome, VerifyReport
-from autotune.records import Probe, Recommendation, Trial, WorkloadReference
+from autotune.records import OtherSearch, Probe, Recommendation, Trial, WorkloadReference
 from autotune.result import TuningResult
 from autotune.search.watcher import SearchWatcher
 from autotune.workload import Workload
@@ -66,6 +66,9 @@ class RecordedApi:
 
     def open_study(self, directory: Path) -> tuple[Recommendation | None, list[Trial], list[Probe]]:
         return recommendation(), [trial(0, {}, rate=1000.0, stage="baseline")], []
+
+    def other_searches(self, directory: Path) -> tuple[OtherSearch, ...]:
+        return (OtherSearch(last_started_at=1.8e9, trial_count=5, differences=("seed: 1 then, 0 now",)),)
 
 
 @pytest.fixture
@@ -240,7 +243,9 @@ def test_a_file_without_the_functions_is_refused(tmp_path: Path, capsys: pytest.
 
 def test_show_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(RecordedApi(), "show", "study") == 0
-    assert "Trials of study" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Trials of study" in printed
+    assert "5 trials: seed: 1 then, 0 now" in printed
 
 
 def test_show_shows_a_result_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

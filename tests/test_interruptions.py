@@ -173,17 +173,22 @@ def test_an_answer_that_cannot_be_saved_is_told_all_the_same(cli: SimulatedCli, 
 def test_other_settings_begin_anew_and_say_so_and_fresh_forgets(cli: SimulatedCli, tmp_path: Path) -> None:
     assert cli.run(tmp_path, *ARGUMENTS, ending=(signal.SIGINT, 5)).exit_code == 130
     count = len(trials_in(tmp_path))
-    for change in (("--seed", "1"), ("--only", "num_workers"), ("--fix", "precision=as_is")):
+    began = "note: this begins another search in here "
+    for change, why in (
+        (("--seed", "1"), "seed: 0 then, 1 now"),
+        (("--only", "num_workers"), "seed: 1 then, 0 now"),
+        (("--fix", "precision=as_is"), "other values of "),
+    ):
         other = cli.run(tmp_path, "--trials", "1", "--budget", "60s", *change)
-        told = [line for line in other.errors.splitlines() if line.startswith("note: the ")]
-        assert len(told) == 1 and "do not count here: space, knobs, limits or seed were others" in told[0]
+        told = [line for line in other.errors.splitlines() if line.startswith(began)]
+        assert len(told) == 1 and why in told[0] and "do not count, and best.json will be of this one" in told[0]
     same = cli.run(tmp_path, "--trials", str(count), "--budget", "90s")
     assert f"note: going on with here: {count} trials of an earlier call; --fresh" in same.errors
     again = cli.run(tmp_path, "--trials", str(count), "--budget", "90s")
     confirmations = len(trials_in(tmp_path)) - count
     told = f"going on with here: {count + confirmations} trials of an earlier call, {confirmations} of them to confirm;"
     assert told in again.errors
-    assert "do not count here" not in same.errors
+    assert began not in same.errors
     assert sum(trial.round is None for trial in trials_in(tmp_path)) == count, "the trials of the first call count"
     assert cli.run(tmp_path, "--trials", "1", "--budget", "60s", "--fresh").exit_code == 0
     assert sum(trial.round is None for trial in trials_in(tmp_path)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from autotune.config import TrainingConfig
@@ -15,7 +16,7 @@ from autotune.quantities import (
     format_rate,
     format_spread,
 )
-from autotune.records import Failure, ParityResult, Probe, Recommendation, Trial, TrialAnswer
+from autotune.records import Failure, OtherSearch, ParityResult, Probe, Recommendation, Trial, TrialAnswer
 from autotune.report.document import (
     Document,
     Grid,
@@ -30,11 +31,20 @@ from autotune.report.recommendation import losses_text
 
 
 def trials_document(
-    trials: Sequence[Trial], probes: Sequence[Probe], recommendation: Recommendation | None, study: Path
+    trials: Sequence[Trial],
+    probes: Sequence[Probe],
+    recommendation: Recommendation | None,
+    study: Path,
+    others: Sequence[OtherSearch] = (),
 ) -> Document:
-    """The whole study, in the order in which it was measured."""
+    """The whole study, in the order in which it was measured, and what other searches there are in its directory."""
+    beside = lines_if_any(
+        f"Other searches in {study}; the options of then, given again, go on with one",
+        tuple(map(_other_text, others)),
+    )
     if not trials and not probes:
-        return (Sentence(f"{study} holds no trials yet."),)
+        of_it = f"The last search in {study}" if others else f"{study}"
+        return (Sentence(f"{of_it} holds no trials yet."), *beside)
     baseline = _baseline(trials, recommendation)
     failures = [(trial, trial.failure) for trial in trials if trial.failure is not None]
     outputs = tuple(
@@ -58,8 +68,15 @@ def trials_document(
         Verbatim("What any trial N printed", (str(study / OUTPUT_DIRECTORY / "*-trial-N.log"),)),
         *_parity_grids(probes, baseline),
         *lines_if_any("Probes", tuple(_probe_text(probe, baseline) for probe in probes)),
+        *beside,
         _verdict(trials, recommendation),
     )
+
+
+def _other_text(other: OtherSearch) -> str:
+    when = f"{datetime.fromtimestamp(other.last_started_at):%Y-%m-%d %H:%M}"
+    how = f": {'; '.join(other.differences)}" if other.differences else ""
+    return f"{when}, {counted(other.trial_count, 'trial')}{how}"
 
 
 def _verdict(trials: Sequence[Trial], recommendation: Recommendation | None) -> Sentence:

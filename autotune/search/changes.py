@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from autotune.records import MachineFacts, Recommendation, SearchFacts, WorkloadFacts, WorkloadReference
@@ -11,15 +12,15 @@ def changes_since(
     then: Recommendation, facts: SearchFacts, reference: WorkloadReference, autotune_version: str
 ) -> tuple[str, ...]:
     """One sentence for each thing that differs, such as `torch: 2.11.0 then, 2.12.0 now`; empty where nothing does."""
-    machine = _differences(_machine(then.machine), _machine(facts.machine))
+    machine = differences(_machine(then.machine), _machine(facts.machine))
     if not machine and then.machine.identity != facts.machine.identity:
         machine = ("machine: another one of the same kind",)
-    workload = _differences(_workload(then.workload), _workload(facts.workload))
+    workload = differences(_workload(then.workload), _workload(facts.workload))
     if not workload and then.workload.fingerprint != facts.workload.fingerprint:
         workload = ("model: names or shapes of its parameters, or its blocks",)
     return (
         *machine,
-        *_differences({"autotune": then.autotune_version}, {"autotune": autotune_version}),
+        *differences({"autotune": then.autotune_version}, {"autotune": autotune_version}),
         *workload,
         *_source(then.reference, reference),
     )
@@ -51,7 +52,8 @@ def _workload(workload: WorkloadFacts) -> dict[str, object]:
     }
 
 
-def _differences(then: dict[str, object], now: dict[str, object]) -> tuple[str, ...]:
+def differences(then: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
+    """Such as `seed: 0 then, 1 now`, one for each name whose values differ."""
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return tuple(f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in names)
 

@@ -20,10 +20,12 @@ from optuna.trial import TrialState
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from autotune.config import TrainingConfig
+from autotune.config import TrainingConfig, value_text
 from autotune.interrupts import interrupts_held
 from autotune.options import Objective
-from autotune.records import OUT_OF_MEMORY, Conditions, Probe, Trial, WorkloadFacts, WorkloadReference
+from autotune.quantities import format_bytes
+from autotune.records import OUT_OF_MEMORY, Conditions, OtherSearch, Probe, Trial, WorkloadFacts, WorkloadReference
+from autotune.search.changes import differences
 from autotune.search.proposals import Proposals, Sampler, distributions, objective_value, quiet_optuna
 from autotune.search.tables import (
     BUSY_TIMEOUT_SECONDS,
@@ -44,6 +46,9 @@ from autotune.space import SearchSpace
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What reading another text as JSON, or other JSON as a record, ends in."""
 
+KNOBS_SHOWN = 3
+"""By their names, where searches differ in the values of more."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -63,6 +68,20 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
 
     Raises `StudyError` where there is none.
     """
+    with _opened_last(directory) as (tables, storage, name):
+        study = optuna.load_study(study_name=name, storage=storage)
+        return _read_trials(study, tables, name, directory), _read_probes(tables, name, directory)
+
+
+def other_searches(directory: Path) -> tuple[OtherSearch, ...]:
+    """What else a directory holds beside the study that was opened last, without touching it; as `stored_records`."""
+    with _opened_last(directory) as (tables, storage, name):
+        return _others(tables, storage, name)
+
+
+@contextmanager
+def _opened_last(directory: Path) -> Iterator[tuple[StudyTables, optuna.storages.RDBStorage, str]]:
+    """The file, to be read, and the name of the study that was opened last."""
     if not (directory / DATABASE_NAME).is_file():
         below = sorted(path.parent for path in directory.glob(f"*/{DATABASE_NAME}"))
         found = f"; there is one in {', '.join(map(str, below[:3]))}" if below else ""
@@ -75,8 +94,7 @@ def stored_records(directory: Path) -> tuple[list[Trial], list[Probe]]:
         name = tables.state("", "last_opened") if tables.exist() else None
         if name is None:
             raise StudyError(f"the study in {directory} holds nothing yet; search with --study {directory} first")
-        study = optuna.load_study(study_name=name, storage=_open_storage(directory, resources))
-        return _read_trials(study, tables, name, directory), _read_probes(tables, name, directory)
+        yield tables, _open_storage(directory, resources), name
 
 
 @contextmanager
@@ -113,8 +131,8 @@ class Study:
     """A study in use by this process, from `open` to `close`. Also a context manager.
 
     `interrupted` holds the configurations whose trials were running when an earlier search ended, and that were not
-    measured since; they were told FAIL, and are worth running again. `trials_of_others` says how many trials of the same
-    workload lie beside these and do not count here: they ran in another space or under other conditions.
+    measured since; they were told FAIL, and are worth running again. `others` are the searches of the same workload whose
+    trials lie beside these and do not count here, the last one last: they ran in another space or under other conditions.
     """
 
     def __init__(
@@ -127,6 +145,7 @@ class Study:
         sampler: Sampler,
         machine_identity: str,
         seed: int,
+        conditions: Conditions,
         tables: StudyTables,
         resources: ExitStack,
     ) -> None:
@@ -143,15 +162,12 @@ class Study:
         self._study.set_user_attr("machine_identity", machine_identity)
         self._study.set_user_attr("objective", objective)
         tables.set_state(name, "machine_identity", machine_identity)
+        tables.set_state(name, "asked", _asked(space, conditions, objective))
         tables.set_state("", "last_opened", name)
         self._end_unfinished()
         self._trials = {trial.number: trial for trial in _read_trials(self._study, tables, name, directory)}
         self.interrupted = self._without_answer()
-        self.trials_of_others = sum(
-            len(optuna.load_study(study_name=other, storage=self._storage).get_trials(deepcopy=False))
-            for other in tables.study_names()
-            if other != name
-        )
+        self.others = _others(tables, self._storage, name)
         self._proposals = Proposals(space, objective, sampler, seed + len(self._trials))
         self._proposals.learn(self.trials())
 
@@ -194,6 +210,7 @@ class Study:
                 sampler=sampler,
                 machine_identity=machine_identity,
                 seed=seed,
+                conditions=conditions,
                 tables=tables,
                 resources=resources,
             )
@@ -369,6 +386,42 @@ def _create_or_load(storage: optuna.storages.RDBStorage, name: str) -> optuna.St
             # Every trial is added with its values, so nothing is ever sampled here.
             sampler=optuna.samplers.RandomSampler(),
         )
+
+
+# --- the searches in it ---
+
+
+def _asked(space: SearchSpace, conditions: Conditions, objective: Objective) -> dict[str, dict[str, str]]:
+    """What `study_name` tells searches apart by, in words."""
+    options = {"objective": objective, **conditions.model_dump(exclude={"memory_limit_bytes"}, exclude_none=True)}
+    if conditions.memory_limit_bytes is not None:
+        options["memory_limit"] = format_bytes(conditions.memory_limit_bytes)
+    return {
+        "options": {name: str(value) for name, value in options.items()},
+        "values": {name: ", ".join(map(value_text, values)) for name, values in space.choices.items()},
+    }
+
+
+def _others(tables: StudyTables, storage: optuna.storages.RDBStorage, name: str) -> tuple[OtherSearch, ...]:
+    """The searches beside this one that ran a trial, the last one last."""
+    found = []
+    for other in tables.study_names():
+        trials = optuna.load_study(study_name=other, storage=storage).get_trials(deepcopy=False)
+        started = [trial.datetime_start.timestamp() for trial in trials if trial.datetime_start is not None]
+        if other != name and started:
+            told = _told_apart(tables.state(other, "asked"), tables.state(name, "asked"))
+            found.append(OtherSearch(last_started_at=max(started), trial_count=len(trials), differences=told))
+    return tuple(sorted(found, key=lambda one: one.last_started_at))
+
+
+def _told_apart(then: Any, now: Any) -> tuple[str, ...]:
+    """What was asked for otherwise; nothing where one of them was made before that was kept."""
+    if then is None or now is None:
+        return ()
+    old, new = then["values"], now["values"]
+    knobs = [knob for knob in new if old.get(knob) != new[knob]]
+    shown = ", ".join(knobs) if len(knobs) <= KNOBS_SHOWN else f"{len(knobs)} knobs"
+    return (*((f"other values of {shown}",) if knobs else ()), *differences(then["options"], now["options"]))
 
 
 def _read_trials(study: optuna.Study, tables: StudyTables, name: str, directory: Path) -> list[Trial]:

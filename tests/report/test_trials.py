@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune.records import Blocks, Failure, LoaderProbe, MemoryMarks, MemoryProbe, Probe, SoakResult, TrialAnswer
+from autotune.records import (
+    Blocks,
+    Failure,
+    LoaderProbe,
+    MemoryMarks,
+    MemoryProbe,
+    OtherSearch,
+    Probe,
+    SoakResult,
+    TrialAnswer,
+)
 from autotune.report.document import Grid
 from autotune.report.text import render
 from autotune.report.trials import trials_document
@@ -38,6 +49,21 @@ def test_every_trial_is_a_row_that_says_what_it_changed() -> None:
         ("1", "compute", "precision=bf16", "1,800 ± 1 %", "2", "10.0 GiB", "12 s"),
         ("2", "explore", "batch_size=96, pin_memory=true", "crash", "-", "-", "12 s"),
     )
+
+
+def test_other_searches_in_the_directory_are_named() -> None:
+    known = OtherSearch(
+        last_started_at=1.8e9, trial_count=5, differences=("other values of precision", "seed: 1 then, 0 now")
+    )
+    unknown = OtherSearch(last_started_at=1.8e9, trial_count=1, differences=())
+    when = datetime.fromtimestamp(1.8e9).strftime("%Y-%m-%d %H:%M")
+    for trials, told in ((TRIALS, "Trials of study: 3"), ([], "The last search in study holds no trials yet.")):
+        text = render(trials_document(trials, [], None, STUDY, [unknown, known]))
+        assert told in text
+        assert "Other searches in study; the options of then, given again, go on with one" in text
+        assert f"- {when}, 1 trial\n" in text
+        assert f"- {when}, 5 trials: other values of precision; seed: 1 then, 0 now" in " ".join(text.split())
+    assert "Other searches" not in render(trials_document(TRIALS, [], None, STUDY))
 
 
 def test_what_the_compiler_made_of_a_step_is_told() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from autotune.report.terminal import show
 from autotune.report.trials import trials_document
-from autotune.search.study import stored_records
+from autotune.search.study import other_searches, stored_records
 from autotune.search.tables import StudyError
 from tests.knobs.search_facts import cpu_facts
 from tests.search.simulated_machine import Fault, Program
@@ -113,6 +113,7 @@ def refusal(directory: Path) -> str:
     """What is said of the file; nothing where it can be read all the same."""
     try:
         stored_records(directory)
+        other_searches(directory)
     except StudyError as error:
         return str(error)
     return ""

@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 from autotune.config import TrainingConfig
 from autotune.errors import NoAnswerError
 from autotune.records import Conditions, Failure, FailureKind, LoaderProbe, Probe, Trial, TrialAnswer, WorkloadReference
-from autotune.search.study import Study, stored_records, workload_identity
+from autotune.search.study import Study, other_searches, stored_records, workload_identity
 from autotune.search.tables import INSTEAD, StudyError
 from autotune.space import SearchSpace, build_space
 from tests.report.sample_records import measurement, parity, search_facts, workload
@@ -329,18 +329,45 @@ def test_another_space_or_other_conditions_are_another_study_in_the_same_file(di
     with opened(directory) as study:
         recorded(study, trial(quick_space().baseline, rate=100.0))
         study.add_probe(probe(quick_space().baseline))
-    changes: list[dict[str, Any]] = [
-        {"space": quick_space(only=("precision",))},
-        {"conditions": CONDITIONS.model_copy(update={"memory_limit_bytes": 2**30})},
-        {"objective": "memory"},
+    other_conditions = {"memory_limit_bytes": 2**30, "global_batch_size": None}
+    changes: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"space": quick_space(fixed={"precision": "bf16"})}, ("other values of precision",)),
+        ({"space": build_space(FACTS, preset="loader")}, ("other values of 5 knobs",)),
+        (
+            {"conditions": CONDITIONS.model_copy(update=other_conditions)},
+            ("global_batch_size: 32 then, none now", "memory_limit: none then, 1.0 GiB now"),
+        ),
+        ({"objective": "memory"}, ("objective: throughput then, memory now",)),
     ]
-    for change in changes:
+    for change, told in changes:
         with opened(directory, **change) as study:
             assert (study.trials(), study.probes()) == ([], [])
-            assert study.trials_of_others == 1
+            (other,) = study.others
+            assert (other.trial_count, other.differences) == (1, told)
+        assert other_searches(directory) == (other,)
     with opened(directory, seed=5) as study:
         assert len(study.trials()) == 1
-        assert study.trials_of_others == 0
+        assert study.others == ()
+
+
+def test_what_an_earlier_version_did_not_keep_is_not_told(directory: Path) -> None:
+    with opened(directory) as study:
+        recorded(study, trial(quick_space().baseline, rate=100.0))
+    with sqlite3.connect(directory / "study.db") as connection:
+        assert connection.execute("DELETE FROM autotune_state WHERE key = 'asked'").rowcount > 0
+    connection.close()
+    with opened(directory, objective="memory") as study:
+        (other,) = study.others
+        assert (other.trial_count, other.differences) == (1, ())
+
+
+def test_the_last_of_other_searches_is_the_one_that_ran_last(directory: Path) -> None:
+    for objective in ("throughput", "memory", "throughput"):
+        with opened(directory, objective=objective) as study:
+            recorded(study, trial(quick_space().baseline, rate=100.0))
+    with opened(directory, space=quick_space(only=("precision",))) as study:
+        assert [other.trial_count for other in study.others] == [1, 2]
+        assert study.others[0].last_started_at <= study.others[1].last_started_at
 
 
 def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
