@@ -29,7 +29,6 @@ from autotune.search.memory import find_ceiling
 from autotune.search.preview import preview
 from autotune.search.recommend import Evidence, recommend
 from autotune.search.search import Search
-from autotune.search.session import Session
 from autotune.search.verify import verify as verify_recommendation
 from autotune.search.watcher import CallbackFailed, CallingWatcher, QuietWatcher, SearchWatcher
 from autotune.sessions import OpenedSession, open_session, read_facts
@@ -201,18 +200,16 @@ def _run(started: Search, began: float) -> None:
     # Where the user's program fits at no batch, what makes it fit is an answer, however little time is left.
     is_answer = bool(session.results().reference_settings)
     fewest = fewest_seconds(session)
-    if session.budget.left() < fewest and not is_answer and not _was_searched(session):
-        needed = time.monotonic() - began + AMPLE * fewest
+    if session.budget.left() < fewest and fewest and not is_answer:
+        took = time.monotonic() - began
+        known = session.trials[: session.earlier_trial_count]
+        what = "starting" if session.baseline_trial() in known else "measuring your own program"
+        needed = took + AMPLE * fewest
         raise UserError(
-            f"a budget of {session.budget.seconds:.0f} s is too small: measuring your own program took "
-            f"{time.monotonic() - began:.0f} s. Give at least --budget {needed:.0f}s (budget={needed:.0f}); the measurement "
-            "is kept"
+            f"a budget of {session.budget.seconds:.0f} s is too small: {what} took "
+            f"{took:.0f} s. Give at least --budget {needed:.0f}s (budget={needed:.0f}); what was measured is kept"
         )
     started.go_on()
-
-
-def _was_searched(session: Session) -> bool:
-    return any(trial.stage not in ("baseline", "memory") for trial in session.trials)
 
 
 def check(workload: Workload, options: SearchOptions, watcher: SearchWatcher) -> CheckReport:

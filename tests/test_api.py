@@ -219,7 +219,7 @@ def test_a_budget_that_holds_no_search_says_what_would(tmp_path: Path) -> None:
     told = ended.stderr.splitlines()[-1]
     assert told.startswith("autotune: error: a budget of 1 s is too small: measuring your own program took ")
     assert "Give at least --budget" in told
-    assert told.endswith("the measurement is kept")
+    assert told.endswith("what was measured is kept")
     trials, _ = stored_records(tmp_path / "here")
     assert len(trials) == 1
 
@@ -242,6 +242,65 @@ def test_what_is_left_is_enough_where_a_candidate_and_a_round_fit(tmp_path: Path
     assert 42.0 - 6.5 - baseline.seconds < 3 * baseline.seconds
     assert {trial.config for trial in session.trials if trial.measurement is not None} > {session.baseline}
     assert session.budget.elapsed() < 1.15 * 42.0
+
+
+BF16 = {"precision": "bf16"}
+
+
+def gone_on(directory: Path, budget_seconds: float) -> SimulatedSearch:
+    """A search that goes on there, after starting took 2 s."""
+    program = Program(sample_seconds=0.002, sample_speedups={("precision", "bf16"): 3.0}, start_seconds=1.0)
+    search = SimulatedSearch(
+        program, cpu_facts(batch_size=16, usable_cores=2), directory, budget_seconds=budget_seconds, started_seconds=2.0
+    )
+    session = search.session()
+    try:
+        api._run(Search(session), time.monotonic())
+    finally:
+        session.study.close()
+    assert session.baseline is not None
+    search.found = session.results().best().config.changes_from(session.baseline)  # type: ignore[attr-defined]
+    return search
+
+
+def begun(directory: Path, *, measured: bool = False, rounds: int = 0) -> None:
+    """What a call left that ended after its baseline, after a trial, or after rounds of it."""
+    program = Program(sample_seconds=0.002, sample_speedups={("precision", "bf16"): 3.0}, start_seconds=1.0)
+    search = SimulatedSearch(program, cpu_facts(batch_size=16, usable_cores=2), directory)
+    with search.begun() as session:
+        config = search.space.baseline.replace(BF16)
+        if measured:
+            session.measure(config, "compute")
+        for number in range(rounds):
+            for one in (search.space.baseline, config):
+                session.measure_again(one, "confirm", confirm_round=number)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_going_on_refuses_a_budget_that_can_give_no_answer(measured: bool, tmp_path: Path) -> None:
+    begun(tmp_path, measured=measured)
+    with pytest.raises(UserError, match=r"a budget of 4 s is too small: starting took 0 s\. Give .* measured is kept$"):
+        gone_on(tmp_path, 4.0)
+
+
+def test_going_on_after_other_trials_needs_the_time_of_a_round_alone(tmp_path: Path) -> None:
+    """Another trial, and rounds beside the baseline, would take longer."""
+    for name, measured in (("baseline", False), ("searched", True)):
+        (tmp_path / name).mkdir()
+        begun(tmp_path / name, measured=measured)
+    with pytest.raises(UserError, match="too small"):
+        gone_on(tmp_path / "baseline", 8.5)
+    search = gone_on(tmp_path / "searched", 8.5)
+    assert search.found == BF16  # type: ignore[attr-defined]
+
+
+def test_going_on_after_a_round_gives_what_it_showed_and_measures_nothing_that_there_is_no_time_for(
+    tmp_path: Path,
+) -> None:
+    begun(tmp_path, measured=True, rounds=2)
+    search = gone_on(tmp_path, 3.0)
+    assert search.found == BF16  # type: ignore[attr-defined]
+    assert [request for request in search.machine.requests if request.kind == "measure"] == []
 
 
 @pytest.mark.parametrize(("budget_seconds", "spared"), [(600.0, False), (1e-6, True)])

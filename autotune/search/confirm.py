@@ -67,10 +67,19 @@ def reserve_seconds(session: Session, *, frees_the_batch: bool = False) -> float
 
 
 def fewest_seconds(session: Session) -> float:
-    """What the least that a search does after its baseline is likely to take: one other trial, and a round of both."""
+    """What the least that a search does after its baseline is likely to take: one other trial, and a round of both; that
+    round alone, where an earlier call ran others, and nothing where it came to a round."""
     base = session.baseline_trial()
     assert base is not None
-    return session.seconds_at_pace(base) + 2 * _round_seconds(session, base)
+    if session.results().measurements(base.config, rounds=True):
+        return 0.0
+    if all(trial.config == base.config or trial.measurement is None for trial in session.trials):
+        return session.seconds_at_pace(base) + 2 * _round_seconds(session, base)
+    best = session.best() or base
+    if best.config == base.config:
+        return _round_seconds(session, base)
+    parity = 0.0 if session.is_checked(best.config) else session.seconds_at_pace(best)
+    return parity + _round_seconds(session, base) + _round_seconds(session, best)
 
 
 def _round_seconds(session: Session, trial: Trial) -> float:
@@ -94,8 +103,9 @@ def confirm(session: Session) -> None:
     first = 1 + max((trial.round for trial in session.trials if trial.round is not None), default=-1)
     for number in range(first, first + MOST_ROUNDS):
         is_needed = number - first < session.pace.rounds_of_a_plain_gain
+        has_rounds = bool(finalists) and all(session.results().round_pairs(config) for config in finalists)
         if _decided(session, finalists) or (
-            number > first
+            (number > first or has_rounds)
             and not _has_time(session, finalists, 1, short_soak=is_needed)
             and not _may_still_win(session, finalists)
         ):
