@@ -468,10 +468,10 @@ def test_what_is_compiled_at_the_end_of_a_pass_has_its_own_time_and_is_no_fall_o
         phases.clear()
         torch._dynamo.reset()  # what an earlier attempt compiled is not compiled again
         results.append(soak(functions, request("soak", block_seconds=0.1, maximum_blocks=4), phases.append))
-        return not any("fell" in finding for finding in results[-1].findings)
+        # On a busy machine the warm-up comes to the end of the pass, and the rate falls for another reason.
+        return phases[2:5] == ["soak", "compile", "soak"] and not any("fell" in one for one in results[-1].findings)
 
     phases: list[Phase] = []
     results: list[SoakResult] = []
-    assert holds(held), results[-1]
-    assert phases[2:5] == ["soak", "compile", "soak"], "a pass takes as long as the soak is asked to run"
+    assert holds(held), (phases, results[-1])
     assert any("compiled while it ran on" in finding for finding in results[-1].findings)
