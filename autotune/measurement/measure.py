@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -59,17 +60,32 @@ class Running:
     first_loss: float
     first_window: Window
     watch: Stopwatch
+    _apart_seconds: float = 0.0
+    """Inside `time_to_compile`, as far as that was a phase of its own."""
 
-    def train(self, window: Window, phase: Phase) -> torch.Tensor:
-        """The loss of a step in this phase; where a pass ends with a shorter window, the first one gets the time that a
-        first step gets."""
+    @contextmanager
+    def time_to_compile(self, window: Window, phase: Phase) -> Iterator[None]:
+        """For a step in this phase. Where a pass ends with a shorter window, the first one gets the time that a first step
+        gets, and the phase has all of its own time after it."""
         if not self.is_slow_to_start or samples_in(window) == samples_in(self.first_window):
-            return self.training.step(window)
+            yield
+            return
         self.is_slow_to_start = False
         self.phase("compile")
-        loss = self.training.step(window)
+        begin = time.perf_counter()
+        yield
+        self._apart_seconds += time.perf_counter() - begin
         self.phase(phase)
-        return loss
+
+    def train(self, window: Window, phase: Phase) -> torch.Tensor:
+        """The loss of a step in this phase."""
+        with self.time_to_compile(window, phase):
+            return self.training.step(window)
+
+    def phase_seconds(self) -> float:
+        """A clock that stands inside `time_to_compile` where that is a phase of its own: whoever ends in time by it ends
+        within the limit of the phase."""
+        return time.perf_counter() - self._apart_seconds
 
 
 def started(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) -> Running:
@@ -184,19 +200,19 @@ def _warm_up(running: Running, request: TrialRequest) -> tuple[BlockClock, int, 
     prefetched = training.loader.most_prefetched()
     clock = BlockClock(device)
     steps = 1
-    begin = time.perf_counter()
+    begin = running.phase_seconds()
     budget_seconds = request.timeouts.measure_seconds / 2
-    peaks = watched_step(training, next(running.windows), running.meter)
+    window = next(running.windows)
+    with running.time_to_compile(window, "warm-up"):
+        peaks = watched_step(training, window, running.meter)
     steps += 1
     for _ in range(MAXIMUM_WARMUP_BLOCKS):
         graphs, reserved = compile_counts(), _reserved_bytes(device)
         clock.run(lambda: end_to_end_step(running, "warm-up"), request.block_seconds / 2)
         steps += clock.steps[-1]
         settled = compile_counts() == graphs and _reserved_bytes(device) == reserved
-        enough = steps > prefetched or time.perf_counter() - begin > budget_seconds
-        if enough and settled and warmed_up(clock.rates()):
-            break
-        if time.perf_counter() - begin > budget_seconds:
+        is_late = running.phase_seconds() - begin > budget_seconds
+        if is_late or (steps > prefetched and settled and warmed_up(clock.rates())):
             break
     return clock, steps, peaks
 
@@ -226,9 +242,8 @@ def _timed_blocks(
     meter.reset_peak()
     meter.note_live(steps)
     graphs = compile_counts().graphs
-    begin = time.perf_counter()
+    begin = running.phase_seconds()
     while len(clock.seconds) < plan.maximum_blocks:
-        block_began = time.perf_counter()
         clock.run(lambda: end_to_end_step(running, "measure"), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
         steps += clock.steps[-1]
         losses.append(clock.losses[-1])
@@ -240,14 +255,13 @@ def _timed_blocks(
             scale = now
         if not math.isfinite(losses[-1]) and not training.scaler:
             raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
+        elapsed = running.phase_seconds() - begin
         if compile_counts().graphs > graphs and begun_anew < MOST_BEGUN_ANEW:
             graphs, begun_anew = compile_counts().graphs, begun_anew + 1
-            begin += time.perf_counter() - block_began  # compiling has a time of its own
-            if time.perf_counter() - begin < 0.4 * request.timeouts.measure_seconds:
+            if elapsed < 0.4 * request.timeouts.measure_seconds:
                 clock.finish()  # the next block's first step, where that is what compiled, goes too
                 clock.forget()
                 continue
-        elapsed = time.perf_counter() - begin
         if len(clock.seconds) >= plan.minimum_blocks and plan.ends_round(len(clock.seconds)):
             beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
             if beaten or is_precise(clock.samples, clock.seconds, request.relative_precision):

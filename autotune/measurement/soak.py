@@ -102,14 +102,14 @@ def soak(functions: UserFunctions, request: TrialRequest, phase: PhaseReport) ->
     """
     running = started(functions, request, phase)
     check_workers(running.training, phase)
+    # What follows the run may compile: other shapes, other modes.
+    after: Phase = "compile" if running.is_slow_to_start else "soak"
     phase("soak")
     counts = compile_counts()
     trained = _with_gradients(running.training, running.first_window)
     course = _run_on(running, request)
     growth, retries = running.meter.growth_bytes_per_step(), _allocator_retries(running.meter.device)
     lost = _lost_gradients(running, trained, functions, request)
-    # What follows may compile: other shapes, other modes.
-    after: Phase = "compile" if running.training.parts.expects_compiled_graphs else "soak"
     phase(after)
     _end_a_pass(running, course)
     recompiles = compile_counts().graphs - counts.graphs
@@ -171,15 +171,14 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         course.starved_seconds.append(cores.since_last())
         _check_finite(course, training)
 
-    begin, graphs, begun_anew = time.perf_counter(), compile_counts().graphs, 0
+    begin, graphs, begun_anew = running.phase_seconds(), compile_counts().graphs, 0
     while True:
-        block_began = time.perf_counter()
         block()
         if compile_counts().graphs > graphs and begun_anew < MOST_BEGUN_ANEW:
             graphs, begun_anew = compile_counts().graphs, begun_anew + 1
-            begin += time.perf_counter() - block_began
             course.drop_last()
-        elapsed = time.perf_counter() - begin
+            continue  # it may have been the only one
+        elapsed = running.phase_seconds() - begin
         if elapsed > LONGEST_SOAK_SHARE * goal_seconds or (elapsed > goal_seconds and course.steps > steps_in_pass):
             break
     course.clock.finish()

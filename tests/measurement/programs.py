@@ -47,6 +47,34 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
+class Plain(nn.Module):
+    """Not of torch's own classes, which the compiler skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def slowly_compiled(seconds: float) -> Callable[[], nn.Module]:
+    """A model_fn that compiles its model, by a backend that takes so long for each shape and changes nothing. What an
+    earlier training compiled is compiled again."""
+
+    def compile_slowly(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        time.sleep(seconds)
+        return graph.forward
+
+    def model_fn() -> nn.Module:
+        torch._dynamo.reset()
+        model = Plain()
+        model.compile(backend=compile_slowly, dynamic=False)
+        return model
+
+    return model_fn
+
+
 def program(
     model_fn: Callable[[], nn.Module] = perceptron,
     data_fn: Callable[[], Any] = regression_data,

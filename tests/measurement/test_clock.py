@@ -177,6 +177,19 @@ def test_after_the_end_blocks_begin_anew(timed: Callable[..., tuple[BlockClock, 
     assert clock.seconds[-1] < 1.0
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_block_that_is_dropped_takes_the_step_after_it_along(queued: bool) -> None:
+    device = Device(host_seconds=0.0, device_seconds=1.0)
+    clock = BlockClock(CPU, queue=device if queued else None)
+    for _ in range(2):
+        clock.run(device.step, 0.0, 3)
+    clock.drop_last()
+    clock.run(device.step, 0.0, 3)
+    assert (clock.samples, clock.steps, clock.weights) == ([24, 24], [3, 3], [6.0, 6.0])
+    assert clock.losses == [3.0, 10.0 if queued else 9.0]
+    assert len(clock.seconds) == 2
+
+
 def test_endless_goes_round() -> None:
     loader = WindowLoader(counted(DataLoader(TensorDataset(torch.arange(3)), batch_size=2)), 1)
     windows = endless(loader)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autotune.failure import TrialFailure
+from autotune.measurement.compilation import compile_counts
 from autotune.measurement.measure import measure, started
-from autotune.records import Measurement, Phase
+from autotune.measurement.passes import BlockPlan, block_plan
+from autotune.records import Measurement, Phase, TrialRequest
 from autotune.workload import UserFunctions
 from tests.measurement.programs import (
     WIDTH,
@@ -27,6 +31,7 @@ from tests.measurement.programs import (
     program,
     regression_data,
     request,
+    slowly_compiled,
 )
 
 
@@ -193,6 +198,62 @@ def test_phases_are_told_in_their_order() -> None:
     phases: list[Phase] = []
     measure(program(), request("measure"), phases.append)
     assert phases == ["build", "compile", "warm-up", "measure"]
+
+
+def test_a_shorter_window_that_follows_the_first_one_is_compiled_in_a_phase_of_its_own() -> None:
+    told: list[tuple[Phase, int]] = []
+    functions = program(slowly_compiled(0.0), lambda: regression_data(samples=14))
+    measure(functions, request("measure"), lambda phase: told.append((phase, compile_counts().graphs)))
+    phases, graphs = zip(*told, strict=True)
+    assert phases == ("build", "compile", "warm-up", "compile", "warm-up", "measure")
+    assert [later - earlier for earlier, later in pairwise(graphs)] == [0, 1, 0, 1, 0]
+
+
+def within(measure_seconds: float, **changes: Any) -> TrialRequest:
+    asked = request("measure", **changes)
+    timeouts = asked.timeouts.model_copy(update={"measure_seconds": measure_seconds})
+    return asked.model_copy(update={"timeouts": timeouts})
+
+
+def test_the_blocks_of_a_pass_are_planned_by_its_pace_and_not_by_what_was_compiled_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[float] = []
+
+    def planning(**known: Any) -> BlockPlan:
+        planned.append(known["seconds_per_step"])
+        return block_plan(**known)
+
+    monkeypatch.setattr("autotune.measurement.measure.block_plan", planning)
+    functions = program(slowly_compiled(1.0), lambda: regression_data(samples=8 * 5 + 6))
+
+    def held() -> bool:
+        measure(functions, within(1.5), no_phase)
+        return planned[-1] < 0.05
+
+    assert holds(held), planned
+
+
+def test_what_is_compiled_for_other_shapes_leaves_the_blocks_within_the_limit_of_their_phase() -> None:
+    def held() -> bool:
+        begins: list[float] = []
+        calls = itertools.count()
+
+        def of_three_shapes(model: nn.Module, batch: Any) -> torch.Tensor:
+            pause(0.01)
+            x = batch[0]
+            for _ in range(min(2, next(calls) // 30)):
+                x = x.unsqueeze(1)
+            return model(x).square().mean()
+
+        measure(
+            program(slowly_compiled(0.5), loss_fn=of_three_shapes),
+            within(2.0, block_seconds=0.1, maximum_blocks=100, relative_precision=1e-9),
+            lambda phase: begins.append(time.perf_counter()),
+        )
+        return time.perf_counter() - begins[-1] < 2.0
+
+    assert holds(held)
 
 
 # --- out of the race ---
