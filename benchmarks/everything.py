@@ -9,7 +9,8 @@ the order in which they are to run. A part that failed ends nothing but itself; 
 directory all begins anew.
 
 With `--wait`, for machines that end a command after a while, the parts run in the background: the call returns after S
-seconds at the latest, and the same call waits for them further. All of it takes hours.
+seconds at the latest, and the same call waits for them further, or runs again what failed where none runs any more. All of
+it takes hours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -76,6 +78,7 @@ def main() -> int:
         run(kept, {name: parts[name] for name in names})
     else:
         if not is_running(kept):
+            forget_failures(kept, names)
             begin_in_background(kept, ["--only", ",".join(names), "--out", str(arguments.out)])
         wait(kept, arguments.wait)
     done = ended(kept)
@@ -92,9 +95,7 @@ def run(kept: Path, parts: dict[str, list[str]]) -> None:
         with (kept / f"{name}.txt").open("w") as output:
             finished = subprocess.run(command, cwd=HERE.parent, stdout=output, stderr=output, check=False)
         came = {"exit_code": finished.returncode, "seconds": round(time.monotonic() - began, 1)}
-        written = kept / "ended.json.new"
-        written.write_text(json.dumps({**ended(kept), name: came}, indent=1) + "\n")
-        written.replace(kept / "ended.json")
+        _note(kept, {**ended(kept), name: came})
 
 
 def ended(kept: Path) -> dict[str, dict[str, float]]:
@@ -102,6 +103,17 @@ def ended(kept: Path) -> dict[str, dict[str, float]]:
     path = kept / "ended.json"
     found: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
     return found
+
+
+def forget_failures(kept: Path, names: Collection[str]) -> None:
+    """Of parts that are about to run again: whoever looks meanwhile would take an earlier failure for theirs."""
+    _note(kept, {name: came for name, came in ended(kept).items() if name not in names or came["exit_code"] == 0})
+
+
+def _note(kept: Path, came: dict[str, dict[str, float]]) -> None:
+    written = kept / "ended.json.new"
+    written.write_text(json.dumps(came, indent=1) + "\n")
+    written.replace(kept / "ended.json")
 
 
 def begin_in_background(kept: Path, arguments: list[str]) -> None:
