@@ -22,7 +22,7 @@ from autotune.errors import WorkloadError
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import endless, synchronize
 from autotune.measurement.determinism import is_batch_norm, is_tracking_instance_norm
-from autotune.measurement.loss_scales import ASKED, DIVIDES, scaler_calls, scales_doubled
+from autotune.measurement.loss_scales import ASKED, DIVIDES, scaler_calls, scales_halved
 from autotune.measurement.marks import after_each_forward
 from autotune.measurement.measure import PhaseReport
 from autotune.records import TrialRequest, WorkloadFacts
@@ -50,7 +50,7 @@ LONGEST_STEP_SECONDS = 20.0
 """A first step slower than this is not run twice to see a warm one."""
 LARGEST_WEIGHT_ROUNDING = 1e-5
 """Relative, between two sums of the same weights: a GPU may add in another order."""
-DOUBLED_CLOSELY = 1e-2
+HALVED_CLOSELY = 1e-2
 """Relative: what is added to a scaled loss without being scaled is small beside it."""
 BACKWARD_AND_UPDATE = 3
 """A step takes about so many times as long as its forward pass."""
@@ -273,12 +273,12 @@ def _refuse_metric(training: Training, window: Window, weight: float, *, steps: 
 
 
 def _refuse_scaled_loss(training: Training, window: Window, *, steps: bool) -> None:
-    """A loss that a `GradScaler` has scaled is twice as large at twice the scale; what is scaled for a gradient penalty, and
+    """A loss that a `GradScaler` has scaled is half as large at half the scale; what is scaled for a gradient penalty, and
     divided by the same scale, is not. `steps`: whether one fits."""
     once = _loss_of(training, window, steps)
-    with scales_doubled(training.parts.device):
-        twice = _loss_of(training, window, steps)
-    if math.isfinite(once) and once and math.isclose(twice, 2 * once, rel_tol=DOUBLED_CLOSELY):
+    with scales_halved(training.parts.device):
+        halved = _loss_of(training, window, steps)
+    if math.isfinite(once) and once and math.isclose(halved, once / 2, rel_tol=HALVED_CLOSELY):
         raise WorkloadError(
             "the loss is multiplied by the scale of a torch.amp.GradScaler, and nothing divides the gradients by that "
             "again, so the scaled loss would be trained on: leave the scaler out of loss_fn and return the loss itself; "

@@ -35,27 +35,28 @@ def scaler_calls() -> Iterator[set[str]]:
 
 
 @contextmanager
-def scales_doubled(device: torch.device) -> Iterator[None]:
-    """Every scaler that is asked has twice its scale meanwhile, whether it is made before or in here."""
+def scales_halved(device: torch.device) -> Iterator[None]:
+    """Every scaler that is asked has half of its scale meanwhile, whether it is made before or in here. Not twice as much,
+    which a scaled loss in fp16 may have no room for."""
     before: dict[int, tuple[GradScaler, float]] = {}
     scale, get_scale = GradScaler.scale, GradScaler.get_scale
 
-    def double(scaler: GradScaler) -> None:
+    def halve(scaler: GradScaler) -> None:
         if not scaler.is_enabled() or id(scaler) in before:
             return
         scale(scaler, torch.ones((), device=device))  # it has none before the first
         before[id(scaler)] = scaler, get_scale(scaler)
-        scaler.update(2 * before[id(scaler)][1])
+        scaler.update(before[id(scaler)][1] / 2)
 
-    def doubled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def halved(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-            double(self)
+            halve(self)
             return original(self, *args, **kwargs)
 
         return call
 
-    with _replaced({"scale": doubled(scale), "get_scale": doubled(get_scale)}):
+    with _replaced({"scale": halved(scale), "get_scale": halved(get_scale)}):
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from autotune.errors import WorkloadError
 from autotune.measurement.facts import read_facts
-from autotune.measurement.loss_scales import ASKED, DIVIDES, scaler_calls, scales_doubled
+from autotune.measurement.loss_scales import ASKED, DIVIDES, scaler_calls, scales_halved
 from autotune.workload import UserFunctions
 from tests.measurement.programs import mse, no_phase, program, request
 
@@ -30,6 +30,12 @@ def by_one_made_anew(model: Any, batch: Any) -> torch.Tensor:
 
 def by_hand(model: Any, batch: Any) -> torch.Tensor:
     return mse(model, batch) * KEPT.get_scale()
+
+
+def in_half(model: Any, batch: Any) -> torch.Tensor:
+    """By more than half of the largest number of fp16."""
+    loss = mse(model, batch)
+    return (loss * (1.5 / loss.detach())).half() * GradScaler("cpu", init_scale=2.0**15).get_scale()
 
 
 def by_one_turned_off(model: Any, batch: Any) -> torch.Tensor:
@@ -57,7 +63,7 @@ class Unscales(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("loss_fn", [by_one_that_is_kept, by_one_made_anew, by_hand])
+@pytest.mark.parametrize("loss_fn", [by_one_that_is_kept, by_one_made_anew, by_hand, in_half])
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_a_loss_that_is_scaled_is_refused(loss_fn: Loss, forward_only: bool) -> None:
     asked = request("facts").model_copy(update={"facts_forward_only": forward_only})
@@ -79,16 +85,16 @@ def test_a_scaler_that_leaves_the_training_as_it_is_passes(functions: UserFuncti
     read_facts(functions, request("facts"), no_phase)
 
 
-def test_calls_are_seen_and_scales_doubled_only_meanwhile() -> None:
+def test_calls_are_seen_and_scales_halved_only_meanwhile() -> None:
     originals = {name: getattr(GradScaler, name) for name in ASKED | DIVIDES}
     scaler, one = GradScaler("cpu", init_scale=8.0), torch.ones(())
     with scaler_calls() as calls:
         assert not calls
         assert float(scaler.scale(one)) == 8
         assert calls == {"scale"}
-    with scales_doubled(CPU):
-        assert scaler.get_scale() == 16
-        assert float(scaler.scale(one)) == 16
-        assert float(GradScaler("cpu", init_scale=2.0).scale(one)) == 4
+    with scales_halved(CPU):
+        assert scaler.get_scale() == 4
+        assert float(scaler.scale(one)) == 4
+        assert float(GradScaler("cpu", init_scale=2.0).scale(one)) == 1
     assert scaler.get_scale() == 8
     assert {name: getattr(GradScaler, name) for name in originals} == originals
