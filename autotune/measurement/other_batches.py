@@ -23,10 +23,13 @@ from autotune.training.windows import Window, samples_in
 
 
 class OtherBatches:
-    """Holds the user's program against itself. What differs and is no fault goes into `notes`."""
+    """Holds the user's program against itself. What differs and is no fault goes into `notes`.
 
-    def __init__(self, reference: Reference, has_batch_norm: bool, phase: PhaseReport, notes: list[str]) -> None:
-        self._reference, self._has_batch_norm, self._phase, self._notes = reference, has_batch_norm, phase, notes
+    `norms_follow`: the model has norms that leave something else behind for a batch than for its parts.
+    """
+
+    def __init__(self, reference: Reference, norms_follow: bool, phase: PhaseReport, notes: list[str]) -> None:
+        self._reference, self._norms_follow, self._phase, self._notes = reference, norms_follow, phase, notes
         self.whole_step: Step | None = None
         """On the first window in one piece, with norms in evaluation, as far as it was run."""
         self._means: Means | None = None
@@ -127,7 +130,7 @@ class OtherBatches:
         expected = self._reference.step(own_batches, evaluated_norms=True)
         if first_not_finite(expected.gradients) is not None:
             return ""
-        whole = self._reference.step(windows[0], evaluated_norms=True) if self._has_batch_norm else run.steps[0]
+        whole = self._reference.step(windows[0], evaluated_norms=True) if self._norms_follow else run.steps[0]
         found = difference(expected, whole).gradients
         size, own = samples_in(windows[0]), own_batches[0].samples
         missing = found.missing

@@ -164,15 +164,14 @@ class _Check:
             self.functions, self.conditions, self.place, self.request.reference, self.request.blocks
         )
         self.floors = Floors(self.reference, self.config, self.conditions, users_precision, self.notes)
-        drawn = windows_for_both(self.training, STEPS)
-        windows, whole, own_batches, self.collate_keeps_count, finer = drawn
+        windows, whole, own_batches, self.collate_keeps_count, finer = windows_for_both(self.training, STEPS)
         self.phase("parity")
         norms = [module for module in self.training.model.modules() if follows_the_batch(module)]
-        self.has_batch_norm = has_batch_norm = bool(norms)
+        self.norms_follow = bool(norms)
         self.expects_compiled_graphs = self.training.parts.expects_compiled_graphs
         if self.request.reference:
             self._let_candidate_go()
-        taken = windows if whole is None or has_batch_norm else whole
+        taken = windows if whole is None or self.norms_follow else whole
         expected = self.reference.run(taken)
         draws = bool(expected.drew)
         if draws and taken is not windows:
@@ -180,12 +179,12 @@ class _Check:
             expected = self.reference.run(taken)
         if reason := _own_fault(expected.steps):
             return self._record(reason, [_to_itself(step) for step in expected.steps], {}, allowance(), windows)
-        other_batches = OtherBatches(self.reference, has_batch_norm, self.phase, self.notes)
-        splits_apart = whole is not None and (draws or has_batch_norm)
+        other_batches = OtherBatches(self.reference, self.norms_follow, self.phase, self.notes)
+        splits_apart = whole is not None and (draws or self.norms_follow)
         if whole is not None or own_batches is not None or self.floors.roundings:
             self.reference.reuse_if_stateless(expected, taken)
         if whole is not None and splits_apart:
-            if has_batch_norm:
+            if self.norms_follow:
                 followed = "BatchNorm sees" if any(map(is_batch_norm, norms)) else "InstanceNorm's statistics follow"
                 self.notes.append(f"{followed} the micro-batch: both sides were compared at the same one")
             reason, found, allowed = other_batches.accumulation_fault(whole, windows, expected, draws)
@@ -244,7 +243,7 @@ class _Check:
             steps, allowed = self._by_means(steps, allowed, windows[0])
         del self.training
         # Where random numbers differ, gradients do, with BatchNorm in evaluation as well.
-        may_evaluate = self.has_batch_norm and not draws_others
+        may_evaluate = self.norms_follow and not draws_others
         if not at_once:
             allowed = self._as_much_as_it_takes(steps, allowed, expected, taken, pieces)
         if not (allowed.is_blind and may_evaluate) and fault(steps, allowed, pieces):
@@ -270,10 +269,11 @@ class _Check:
             )
         reason = reason or updates_fault or finer_fault
         if not reason and not expected.drew:
-            off = [number for number, step in enumerate(steps) if step.gradients.relative_error > allowed.tolerance]
-            if any(off):
+            is_off = [step.gradients.relative_error > allowed.tolerance for step in steps]
+            later = [number for number, off in enumerate(is_off) if off and number]  # the first was held to it before
+            if later:
                 self._turn_to_the_reference()
-            reason = next(filter(None, map(finer_fault_of, filter(None, off))), "")
+            reason = next(filter(None, map(finer_fault_of, later)), "")
         return self._record(reason, steps, changes, allowed, windows)
 
     def _as_much_as_it_takes(

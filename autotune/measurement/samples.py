@@ -53,7 +53,7 @@ class Drawn(NamedTuple):
     collate_keeps_count: bool = False
     """Whether the collate function gives another batch at every call, which a split makes more of."""
     finer: list[Window] | None = None
-    """The windows, where they are split, cut into `FINER_PIECES` or more, as far as their micro-batches can be."""
+    """The windows, where they are split, cut into about `FINER_PIECES` or more, as far as they hold enough samples."""
 
 
 def windows_for_both(training: Training, count: int) -> Drawn:
@@ -74,8 +74,7 @@ def windows_for_both(training: Training, count: int) -> Drawn:
         if pieces == 1:
             return Drawn(windows)
         # A data set that takes many indices at once gives whole batches of a form of its own.
-        size, finer_size = samples_in(drawn[0]), _finer_size(drawn[0])
-        finer_size = next(divisor for divisor in range(finer_size, 0, -1) if size % divisor == 0)
+        size, finer_size = samples_in(drawn[0]), _finer_size(drawn[0], in_equal_parts=True)
         whole, finer = (rebuilt(loader, {"num_workers": 0, "batch_size": n}) for n in (size, finer_size))
         return Drawn(windows, whole=_drawn(whole, 1, count), finer=_drawn(finer, size // finer_size, count))
     if pieces > 1:
@@ -224,9 +223,13 @@ def _in_batches(window: Window, size: int) -> Window:
     return [MicroBatch(len(part), part) for part in parts]
 
 
-def _finer_size(window: Window) -> int:
-    """Of micro-batches, no larger than the window's own."""
-    return min(window[0].samples, max(1, samples_in(window) // FINER_PIECES))
+def _finer_size(window: Window, *, in_equal_parts: bool = False) -> int:
+    """Of micro-batches no larger than the window's own. None holds a single sample unless these do: a variance that a loss
+    may have a little of is not a number there."""
+    samples = samples_in(window)
+    smallest = min(window[0].samples, max(2, samples // FINER_PIECES))
+    fits = (lambda size: samples % size == 0) if in_equal_parts else (lambda size: samples % size != 1)
+    return next(filter(fits, itertools.count(smallest)))
 
 
 def _collated(windows: list[Window], collate: Any) -> list[Window]:

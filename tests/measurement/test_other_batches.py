@@ -274,21 +274,44 @@ def test_what_a_mean_has_none_of_in_smaller_parts_alone_is_told() -> None:
     assert_passed(parity(program(classifier, data_fn, counted), **HALVES))
 
 
+class Rows(Dataset[Any]):
+    """Gives whole batches of another data set."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.rows[indices]
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
 def test_whole_batches_of_a_data_set_are_cut_finer_too() -> None:
-    class Rows(Dataset[Any]):
-        rows = labelled((1, 9))().dataset
-
-        def __len__(self) -> int:
-            return len(self.rows)
-
-        def __getitems__(self, indices: list[int]) -> Any:
-            return self.rows[indices]
-
     def data_fn() -> DataLoader[Any]:
-        return DataLoader(Rows(), batch_size=16, collate_fn=lambda batch: batch)
+        return DataLoader(Rows(labelled((1, 9))().dataset), batch_size=16, collate_fn=as_it_is)
 
     assert_rejected(parity(program(classifier, data_fn, by_class), **HALVES), "are cut finer")
     assert_passed(parity(program(classifier, data_fn, by_class_and_weight), **HALVES))
+
+
+@pytest.mark.parametrize(("micro", "batch"), [(4, 8), (5, 15)])
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_no_part_is_a_single_sample_where_none_of_the_candidates_is(micro: int, batch: int, in_rows: bool) -> None:
+    def data_fn() -> DataLoader[Any]:
+        rows = labelled(())().dataset
+        return DataLoader(Rows(rows), batch, collate_fn=as_it_is) if in_rows else DataLoader(rows, batch)
+
+    def with_a_variance(model: nn.Module, batch: Any) -> torch.Tensor:
+        y = model(batch[0])
+        return F.cross_entropy(y, batch[1]) + 1e-4 * y.var(0).mean()  # which a single sample has none of
+
+    functions = program(classifier, data_fn, with_a_variance)
+    assert_passed(parity(functions, batch_size=micro, global_batch_size=batch))
 
 
 def test_what_no_smaller_batch_can_be_run_by_passes() -> None:
