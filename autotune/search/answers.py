@@ -165,8 +165,7 @@ class Results:
     def deciding_interval(self, config: TrainingConfig) -> tuple[float, float]:
         """Of the speed-up, at the level at which it is decided whether that is certain: whoever says that it is not shows
         this one, for the 95 % interval may lie above 1."""
-        pairs = self.round_pairs(config)
-        return _deciding_interval(pairs or [self._first_pair(config)], self._earlier_look(config) if pairs else None)
+        return _deciding_interval(*self._looks(config))
 
     def likely(self) -> Answer | None:
         """The best that keeps the held batch and is worthwhile by its 95 % interval alone, or by too few rounds for any
@@ -253,20 +252,19 @@ class Results:
         """As told: the 95 % interval that the rounds themselves give where there are enough."""
         if config == self.baseline:
             return Ratio(value=1.0, interval=(1.0, 1.0))
+        return _told_ratio(*self._looks(config))
+
+    def _looks(self, config: TrainingConfig) -> tuple[list[Pair], Pair | None]:
+        """The rounds of the configuration and the baseline, and what the search saw of the two before, where it measured
+        both to the end; without rounds, that alone."""
         pairs = self.round_pairs(config)
-        return _told_ratio(pairs or [self._first_pair(config)], self._earlier_look(config) if pairs else None)
-
-    def _first_pair(self, config: TrainingConfig) -> Pair:
         own, base = self.first_measurement(config), self.first_measurement(self.baseline)
-        assert own is not None and base is not None
-        return own, base
-
-    def _earlier_look(self, config: TrainingConfig) -> Pair | None:
-        """What the search saw of the two before it confirmed, where it measured both to the end."""
-        own, base = self.first_measurement(config), self.first_measurement(self.baseline)
+        if not pairs:
+            assert own is not None and base is not None
+            return [(own, base)], None
         if own is None or base is None or own.stopped_early or base.stopped_early:
-            return None
-        return own, base
+            return pairs, None
+        return pairs, (own, base)
 
 
 def gain_of_update(one: Measurement, other: Measurement) -> float | None:
