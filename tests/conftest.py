@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Continuous integration often has no terminal, and asks for what one would show.
 for name in ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
+
+# A shell without job control starts what runs in its background deaf to Ctrl-C, and what that starts inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
     "test_api.py", "test_end_to_end.py", "test_verify.py", "test_search.py", "test_start_methods.py",
