@@ -352,7 +352,8 @@ def main() -> int:
                 print(f"{path.name} is kept for --final", flush=True)
                 continue
             runs += pool.map(run, asked)
-            write_result(result, [*earlier.commands, command_of(arguments)], all_runs(earlier.runs, runs))
+            commands = dict.fromkeys([*earlier.commands, command_of(arguments)])
+            write_result(result, list(commands), all_runs(earlier.runs, runs))
             print(f"{path.name}: {len(asked)} searches, {time.monotonic() - began:.0f} s", flush=True)
     both = all_runs(earlier.runs, runs)
     print("\n".join(summary(both)))
@@ -370,7 +371,7 @@ def main() -> int:
 
 
 def summary(runs: Sequence[Run]) -> list[str]:
-    """A line for each table, strategy and limit, and one over all tables where there are several."""
+    """A line for each table, strategy and limit, and one over all tables for a strategy that searched several, and all."""
     lines = [
         "table              strategy        limit   >= 95 %  >= 98 %   median    worst   alike  evaluated  seconds  "
         "refused holes"
@@ -380,6 +381,8 @@ def summary(runs: Sequence[Run]) -> list[str]:
         of_table = [one for one in runs if name in ("all", one.table)]
         for strategy in dict.fromkeys(one.strategy for one in of_table):
             of_strategy = [one for one in of_table if one.strategy == strategy]
+            if name == "all" and {one.table for one in of_strategy} != set(tables):
+                continue  # it would be held against others on harder tables
             for limit in dict.fromkeys(one.limit for one in of_strategy):
                 group = [one for one in of_strategy if one.limit == limit]
                 lines.append(f"{name:18} {strategy:9} {limit:>11}   {_figures(group)}")

@@ -148,6 +148,8 @@ def test_a_table_of_figures_for_each_strategy() -> None:
     assert lines[2].split()[:8] == ["simulated", "staged", "30", *figures]
     both = summary([*runs, *(a_run(0.5, limit, table="another") for _ in range(4) for limit in EVALUATIONS)])
     assert both[-2].split()[:5] == ["all", "staged", "30", "38%", "25%"]
+    on_one_alone = summary([*runs, a_run(0.5, 15, "gp", table="another")])
+    assert not any(line.startswith("all") for line in on_one_alone)
 
 
 def test_a_course_is_read_where_it_stands() -> None:
