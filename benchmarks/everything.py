@@ -26,7 +26,6 @@ from pathlib import Path
 import psutil
 
 HERE = Path(__file__).parent
-TABLES = HERE.parent / "tests" / "data" / "tables"
 SEARCHES = {
     "resnet50": "--budget 285s",
     "gpt2": "--budget 3m --train-samples 1000000",
@@ -49,7 +48,7 @@ def parts_of(out: Path, kept: Path) -> dict[str, list[str]]:
         commands[f"outsider-{name}"] = f"benchmarks/outsider.py {kept}/{name}/best.json --out {out}"
     for name, seconds in TABLE_SECONDS.items():
         commands[f"table-{name}"] = (
-            f"benchmarks/record_table.py examples/{name}.py --name h200_{name} --seconds {seconds} --out {TABLES} "
+            f"benchmarks/record_table.py examples/{name}.py --name h200_{name} --seconds {seconds} "
             f"--study {kept}/table-{name}"
         )
     commands["finders"] = f"benchmarks/batch_finders.py examples/gpt2.py --memory-limit 24GiB --out {out}"

@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+MOST_BEGUN_ANEW = 2
+"""So often blocks in which something was compiled are dropped: for the shorter last batch of a pass, and once for shapes
+that vary. What is compiled again and again is a part of every step."""
+
 
 @dataclass(frozen=True)
 class CompileCounts:
@@ -27,6 +31,22 @@ def compile_counts() -> CompileCounts:
         breaks=int(sum(counters["graph_break"].values())),
         cache_hits=int(hits),
     )
+
+
+class Compilations:
+    """Tells blocks in which something was compiled, which are no part of a rate."""
+
+    def __init__(self) -> None:
+        self._graphs = compile_counts().graphs
+        self._begun_anew = 0
+
+    def are_new(self) -> bool:
+        """Whether something was compiled since this was last true; `MOST_BEGUN_ANEW` times at most."""
+        graphs = compile_counts().graphs
+        if graphs <= self._graphs or self._begun_anew == MOST_BEGUN_ANEW:
+            return False
+        self._graphs, self._begun_anew = graphs, self._begun_anew + 1
+        return True
 
 
 def break_reason() -> str:

@@ -126,6 +126,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         else None
     )
     parameters = list(model.parameters())
+    are_double = _are_double(parameters)
     structure = describe(window[0].data)
     convention = describe_convention(functions.loss_fn, weight, batch)
     return WorkloadFacts(
@@ -158,7 +159,7 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
         ),
         comes_in_evaluation=training.came_in_evaluation,
-        parameters_are_double=_are_double(parameters),
+        parameters_are_double=are_double,
         model_is_compiled=_is_compiled(model),
         loss_convention=convention,
         loss_weighted=weight is not None,
@@ -167,15 +168,15 @@ def read_facts(functions: UserFunctions, request: TrialRequest, phase: PhaseRepo
         step_seconds=step_seconds * (loader.batch_size or window[0].samples) / window[0].samples,
         fingerprint=_fingerprint(model, structure, type(training.optimizer).__name__, convention, *request.blocks),
         step_fits=not request.facts_forward_only,
-        notes=_notes(training, request),
+        notes=_notes(training, request, are_double),
     )
 
 
-def _notes(training: Training, request: TrialRequest) -> tuple[str, ...]:
+def _notes(training: Training, request: TrialRequest, are_double: bool) -> tuple[str, ...]:
     notes = {
         NO_STEP_FITS: request.facts_forward_only,
         TRAINED_ALL_THE_SAME: training.came_in_evaluation,
-        IN_DOUBLE: _are_double(list(training.model.parameters())),
+        IN_DOUBLE: are_double,
     }
     return tuple(note for note, holds in notes.items() if holds)
 

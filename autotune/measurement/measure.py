@@ -15,7 +15,7 @@ import torch
 from autotune.failure import TrialFailure
 from autotune.knobs.registry import slow_to_start
 from autotune.measurement.clock import BlockClock, Done, endless, synchronize
-from autotune.measurement.compilation import break_reason, compile_counts
+from autotune.measurement.compilation import Compilations, break_reason, compile_counts
 from autotune.measurement.marks import MemoryMeter, StepPeaks, watched_step
 from autotune.measurement.passes import BlockPlan, block_plan
 from autotune.measurement.shared_files import refuse_shared_positions
@@ -33,9 +33,6 @@ RESIDENT_WINDOWS = 4
 """Different real batches that resident steps go round, so that no cache holds the only one."""
 RESIDENT_BYTES = 2 * 2**30
 """At most so much of the device is taken by them."""
-MOST_BEGUN_ANEW = 2
-"""So often blocks in which something was compiled are dropped: for the shorter last batch of a pass, and once for shapes
-that vary. What is compiled again and again is a part of every step."""
 SHARE_REPEATS = 5
 """By so many steps the shares of a fast step are told."""
 SHARE_SECONDS = 0.3
@@ -237,11 +234,11 @@ def _timed_blocks(
     plan = _plan(running, request, clock)
     clock.forget()
     losses = [running.first_loss]
-    steps, skipped, begun_anew = warmup_steps, 0, 0
+    steps, skipped = warmup_steps, 0
     scale = training.scaler.get_scale() if training.scaler else 1.0
     meter.reset_peak()
     meter.note_live(steps)
-    graphs = compile_counts().graphs
+    compilations = Compilations()
     begin = running.phase_seconds()
     while len(clock.seconds) < plan.maximum_blocks:
         clock.run(lambda: end_to_end_step(running, "measure"), plan.minimum_seconds, plan.multiple(len(clock.seconds)))
@@ -256,12 +253,10 @@ def _timed_blocks(
         if not math.isfinite(losses[-1]) and not training.scaler:
             raise TrialFailure("numerics", f"the loss was {losses[-1]} after {steps} steps")
         elapsed = running.phase_seconds() - begin
-        if compile_counts().graphs > graphs and begun_anew < MOST_BEGUN_ANEW:
-            graphs, begun_anew = compile_counts().graphs, begun_anew + 1
-            if elapsed < 0.4 * request.timeouts.measure_seconds:
-                clock.finish()  # the next block's first step, where that is what compiled, goes too
-                clock.forget()
-                continue
+        if compilations.are_new() and elapsed < 0.4 * request.timeouts.measure_seconds:
+            clock.finish()  # the next block's first step, where that is what compiled, goes too
+            clock.forget()
+            continue
         if len(clock.seconds) >= plan.minimum_blocks and plan.ends_round(len(clock.seconds)):
             beaten = out_of_the_race(clock.samples, clock.seconds, request.rate_to_beat)
             if beaten or is_precise(clock.samples, clock.seconds, request.relative_precision):

@@ -13,9 +13,9 @@ from torch import nn
 
 from autotune.failure import TrialFailure
 from autotune.measurement.clock import BlockClock, Done, synchronize
-from autotune.measurement.compilation import compile_counts
+from autotune.measurement.compilation import Compilations, compile_counts
 from autotune.measurement.cores import CoreWaits
-from autotune.measurement.measure import MOST_BEGUN_ANEW, PhaseReport, Running, started
+from autotune.measurement.measure import PhaseReport, Running, started
 from autotune.measurement.samples import check_workers
 from autotune.memory_margin import leak
 from autotune.quantities import format_rate
@@ -171,11 +171,10 @@ def _run_on(running: Running, request: TrialRequest) -> _Course:
         course.starved_seconds.append(cores.since_last())
         _check_finite(course, training)
 
-    begin, graphs, begun_anew = running.phase_seconds(), compile_counts().graphs, 0
+    begin, compilations = running.phase_seconds(), Compilations()
     while True:
         block()
-        if compile_counts().graphs > graphs and begun_anew < MOST_BEGUN_ANEW:
-            graphs, begun_anew = compile_counts().graphs, begun_anew + 1
+        if compilations.are_new():
             course.drop_last()
             continue  # it may have been the only one
         elapsed = running.phase_seconds() - begin

@@ -40,9 +40,8 @@ def _least_reserve_seconds(session: Session) -> float:
     base, best = session.baseline_trial(), session.best()
     if base is None or best is None:
         return 0.0
-    parity = 0.0 if session.is_checked(best.config) else best.seconds
     rounds = _round_seconds(session, base) + _round_seconds(session, best)
-    return parity + rounds + soak_trial_seconds(session, best, FEWEST_SOAK_SECONDS)
+    return rounds + _parity_seconds(session, best) + soak_trial_seconds(session, best, FEWEST_SOAK_SECONDS)
 
 
 def reserve_seconds(session: Session, *, frees_the_batch: bool = False) -> float:
@@ -61,9 +60,8 @@ def reserve_seconds(session: Session, *, frees_the_batch: bool = False) -> float
     is_plain = session.score(finalist) >= PLAIN_GAIN * session.score(base)
     rounds = session.pace.rounds_of_a_plain_gain if is_plain else FEWEST_ROUNDS
     measuring = rounds * (_round_seconds(session, base) + finalists * _round_seconds(session, finalist))
-    parity = 0.0 if session.is_checked(finalist.config) else finalist.seconds
     soak = soak_trial_seconds(session, finalist, session.pace.soak_seconds)
-    return min(measuring + parity + soak, LARGEST_RESERVE * session.budget.searched_seconds)
+    return min(measuring + _parity_seconds(session, finalist) + soak, LARGEST_RESERVE * session.budget.searched_seconds)
 
 
 def fewest_seconds(session: Session) -> float:
@@ -80,6 +78,11 @@ def fewest_seconds(session: Session) -> float:
         return _round_seconds(session, base)
     parity = 0.0 if session.is_checked(best.config) else session.seconds_at_pace(best)
     return parity + _round_seconds(session, base) + _round_seconds(session, best)
+
+
+def _parity_seconds(session: Session, trial: Trial) -> float:
+    """What the parity check of a trial's configuration is likely to take, where it is still to be made."""
+    return 0.0 if session.is_checked(trial.config) else trial.seconds
 
 
 def _round_seconds(session: Session, trial: Trial) -> float:

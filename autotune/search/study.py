@@ -404,12 +404,14 @@ def _asked(space: SearchSpace, conditions: Conditions, objective: Objective) -> 
 
 def _others(tables: StudyTables, storage: optuna.storages.RDBStorage, name: str) -> tuple[OtherSearch, ...]:
     """The searches beside this one that ran a trial, the last one last."""
-    found = []
+    found, asked = [], tables.state(name, "asked")
     for other in tables.study_names():
+        if other == name:
+            continue
         trials = optuna.load_study(study_name=other, storage=storage).get_trials(deepcopy=False)
         started = [trial.datetime_start.timestamp() for trial in trials if trial.datetime_start is not None]
-        if other != name and started:
-            told = _told_apart(tables.state(other, "asked"), tables.state(name, "asked"))
+        if started:
+            told = _told_apart(tables.state(other, "asked"), asked)
             found.append(OtherSearch(last_started_at=max(started), trial_count=len(trials), differences=told))
     return tuple(sorted(found, key=lambda one: one.last_started_at))
 

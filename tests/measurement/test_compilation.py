@@ -3,9 +3,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from autotune.measurement.compilation import CompileCounts, compile_counts
+from autotune.measurement.compilation import Compilations, CompileCounts, compile_counts
 
 X = torch.ones(3)
 
@@ -44,9 +45,19 @@ def test_breaks_are_counted() -> None:
 def test_without_a_compiler_there_are_zeros_and_none_is_imported() -> None:
     code = (
         "import sys, torch\n"
-        "from autotune.measurement.compilation import CompileCounts, compile_counts\n"
+        "from autotune.measurement.compilation import Compilations, CompileCounts, compile_counts\n"
         "loaded = 'torch._dynamo.utils' in sys.modules\n"
         "assert compile_counts() == CompileCounts(0, 0, 0)\n"
         "assert ('torch._dynamo.utils' in sys.modules) == loaded\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
+
+
+def test_what_is_compiled_anew_is_told_once_each_and_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = 3
+    monkeypatch.setattr("autotune.measurement.compilation.compile_counts", lambda: CompileCounts(graphs=graphs))
+    compilations = Compilations()
+    told = []
+    for graphs in (3, 4, 4, 6, 7):
+        told.append(compilations.are_new())
+    assert told == [False, True, False, True, False]
