@@ -54,10 +54,11 @@ def test_without_a_compiler_there_are_zeros_and_none_is_imported() -> None:
 
 
 def test_what_is_compiled_anew_is_told_once_each_and_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = 3
-    monkeypatch.setattr("autotune.measurement.compilation.compile_counts", lambda: CompileCounts(graphs=graphs))
+    seen = [3]
+    monkeypatch.setattr("autotune.measurement.compilation.compile_counts", lambda: CompileCounts(graphs=seen[-1]))
     compilations = Compilations()
     told = []
     for graphs in (3, 4, 4, 6, 7):
+        seen.append(graphs)
         told.append(compilations.are_new())
     assert told == [False, True, False, True, False]
